@@ -1,0 +1,48 @@
+# Two commands for newcomers: `make demo` and `make test`. Both set up what they need, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a small GPT for half a minute and watch its MFU"
+	@echo "make test    linters, types and tests"
+	@echo "make lint    linters and types only"
+	@echo "make clean   remove the virtual environment and caches"
+
+demo: $(VENV)/.ready-demo
+	@$(BIN)/flopmeter demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A torch that the chosen Python already has is used as it is; only without one is torch installed.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit("flopmeter needs Python 3.10 or newer: make PYTHON=python3.x") if sys.version_info < (3, 10) else None'
+	@echo "Making $(VENV) ..."
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; \
+	  then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  else $(PYTHON) -m venv $(VENV); fi
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "Installing torch (once) ..."; $(PIP) torch; }
+	@touch $@
+
+$(VENV)/.ready-demo: $(VENV)/.made pyproject.toml
+	@echo "Installing flopmeter (once) ..."
+	@$(PIP) -q -e .
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "Installing flopmeter and what its tests need (once) ..."
+	@$(PIP) -q -e '.[dev]'
+	@touch $@ $(VENV)/.ready-demo
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,65 @@
+"""The true MFU of any PyTorch training run, at a cost too small to notice, and why it is not higher.
+
+    from flopmeter import TrainingMonitor
+
+    with TrainingMonitor("runs/mine", model=model) as monitor:
+        for step, batch in enumerate(monitor.batches(loader)):
+            loss = train(batch)
+            monitor.log_step(step, epoch=0, loss=loss, grad_norm=None, learning_rate=None)
+
+Names are loaded on first use, so that reading a run file never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flopmeter.config import MonitorConfig as MonitorConfig
+    from flopmeter.devices import Peak as Peak
+    from flopmeter.devices import peak_flops as peak_flops
+    from flopmeter.errors import ConfigError as ConfigError
+    from flopmeter.errors import CountError as CountError
+    from flopmeter.errors import FlopmeterError as FlopmeterError
+    from flopmeter.errors import MissingLibraryError as MissingLibraryError
+    from flopmeter.errors import RecordError as RecordError
+    from flopmeter.errors import TraceError as TraceError
+    from flopmeter.errors import UnknownDeviceError as UnknownDeviceError
+    from flopmeter.flops.formulas import formula as formula
+    from flopmeter.monitor import TrainingMonitor as TrainingMonitor
+    from flopmeter.record import Run as Run
+    from flopmeter.record import load_run as load_run
+
+_HOME = {
+    "FlopmeterError": "errors",
+    "ConfigError": "errors",
+    "UnknownDeviceError": "errors",
+    "RecordError": "errors",
+    "CountError": "errors",
+    "TraceError": "errors",
+    "MissingLibraryError": "errors",
+    "MonitorConfig": "config",
+    "Peak": "devices",
+    "Run": "record",
+    "TrainingMonitor": "monitor",
+    "formula": "flops.formulas",
+    "load_run": "record",
+    "peak_flops": "devices",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module 'flopmeter' has no attribute {name!r}") from None
+    return getattr(import_module(f"flopmeter.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,47 @@
+"""What can go wrong, as types: which mistake was made, what we know about it, and what cures it.
+
+    FlopmeterError                  catch this to catch all of them
+    ├── ConfigError                 a setting is unknown, of the wrong type, or impossible
+    ├── UnknownDeviceError          no peak is on file for this device and dtype
+    ├── RecordError                 a run file cannot be read or written as one
+    ├── CountError                  the FLOPs of a model or a step cannot be told
+    ├── TraceError                  a profiler trace cannot be read
+    └── MissingLibraryError         an optional library is needed and absent
+
+Every message is one line that says what happened, what we know, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class FlopmeterError(Exception):
+    """Anything flopmeter raises on purpose."""
+
+
+class ConfigError(FlopmeterError):
+    """A setting is unknown, of the wrong type, or impossible; the message names its full path."""
+
+
+class UnknownDeviceError(FlopmeterError):
+    """No peak is on file for this device and dtype. A neighbour's number is never used instead."""
+
+
+class RecordError(FlopmeterError):
+    """A run file is foreign, empty, of another schema, or out of reach."""
+
+
+class CountError(FlopmeterError):
+    """The FLOPs of a model or of a step cannot be told; nothing was changed in the attempt."""
+
+
+class TraceError(FlopmeterError):
+    """A profiler trace cannot be read."""
+
+
+class MissingLibraryError(FlopmeterError):
+    """An optional library is needed and absent; the message names the command that installs it."""
+
+    def __init__(self, library: str, *, needed_for: str, extra: str | None = None) -> None:
+        target = f"'flopmeter[{extra}]'" if extra else library
+        super().__init__(f"{needed_for} needs {library}, which is not installed: run  pip install {target}")
+        self.library = library

@@ -1,0 +1,18 @@
+"""The run file: what a training run leaves behind, written as it goes, read by everything else.
+
+    from flopmeter import load_run
+
+    run = load_run("runs/demo")
+    run.column("perf/mfu")
+
+One JSON object per line: a header, one line per optimizer step, events, and a closing summary. A restart appends a new
+header to the same file.
+"""
+
+from __future__ import annotations
+
+from flopmeter.record.reader import Header, Run, load_run
+from flopmeter.record.training_log import write_training_log
+from flopmeter.record.writer import RunWriter
+
+__all__ = ["Header", "Run", "RunWriter", "load_run", "write_training_log"]

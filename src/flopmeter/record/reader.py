@@ -1,0 +1,234 @@
+"""What does a run file say, however torn, foreign or large it may be?"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flopmeter.errors import RecordError
+from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
+
+MAX_LINE_BYTES = 4 << 20
+MAX_COLUMNS = 4096
+MAX_EVENTS = 100_000
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a run said of itself when it started; a field that was missing or of the wrong type has its default."""
+
+    schema: int = SCHEMA_VERSION
+    """Version of the run file's layout."""
+    run_id: str = ""
+    """Names this start of the run; a restart has another."""
+    started_at: float = 0.0
+    """Unix time of the start, in seconds."""
+    host: str = ""
+    """Machine that wrote the file."""
+    world_size: int = 1
+    """Ranks of the job."""
+    model: str = ""
+    """Class of the model."""
+    num_parameters: int = 0
+    """Parameters of the model, frozen ones included."""
+    device: str = ""
+    """Device name as the driver gives it."""
+    peak: Mapping[str, Any] = field(default_factory=dict)
+    """Peak by dtype: `{"bf16": {"flop_per_s": ..., "source": ..., "note": ...}}`."""
+    mode: str = ""
+    """How FLOPs are obtained: smart, profiler, estimate or hybrid."""
+    convention: str = ""
+    """What counts as a model FLOP: exact or full."""
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    """Versions of flopmeter, torch and Python."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """A run file in memory, as columns: a million steps fit."""
+
+    path: Path
+    """The file that was read."""
+    headers: list[Header] = field(default_factory=list)
+    """One per start: more than one means that the run was restarted."""
+    step: array[int] = field(default_factory=lambda: array("q"))
+    """Step numbers in file order; they go back where a restart resumed from a checkpoint."""
+    time: array[float] = field(default_factory=lambda: array("d"))
+    """Unix time at the end of each step, in seconds."""
+    columns: dict[str, array[float]] = field(default_factory=dict)
+    """Metric key to one value per step; NaN where the step has none."""
+    marks: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Position in the columns to the marks of that step (warmup, observed, profiled)."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Pauses, counts, calibrations, epochs, evaluations, warnings, in file order."""
+    summary: dict[str, Any] | None = None
+    """The closing summary; None while the run goes on, or when it was killed."""
+    skipped: list[str] = field(default_factory=list)
+    """What could not be read, one sentence each."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def header(self) -> Header:
+        """The newest start's header."""
+        return self.headers[-1]
+
+    def column(self, key: str) -> array[float]:
+        """One value per step of the metric `key`; all NaN when the run has none."""
+        return self.columns.get(key) or array("d", [math.nan]) * len(self)
+
+    def steady(self) -> list[int]:
+        """Positions of the steps that represent the run: neither warm-up nor observed nor profiled."""
+        return [index for index in range(len(self)) if index not in self.marks]
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run file, or the `run.jsonl` of a folder; what is unsound is skipped and named in `Run.skipped`.
+
+    Raises:
+        RecordError: The file is missing, empty, not a run file, or of a schema that this version cannot read.
+    """
+    file_path = Path(path)
+    try:
+        if file_path.is_dir():
+            file_path = file_path / RUN_FILE
+        with file_path.open("rb") as file:
+            return _Reader(file_path).read(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RecordError(f"cannot read the run file {file_path}: {reason}") from None
+
+
+class _Reader:
+    """Builds a Run line by line; a `Run` is only handed out once a header was seen."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = Run(path=path)
+        self._bad: dict[str, list[int]] = {}
+        self._on_kind: dict[str, Callable[[dict[str, Any]], str | None]] = {
+            "header": self._header,
+            "step": self._step,
+            "event": self._event,
+            "summary": self._summary,
+        }
+
+    def read(self, file: BinaryIO) -> Run:
+        for number, raw in enumerate(_lines(file), start=1):
+            problem = self._take(raw)
+            if problem:
+                self._bad.setdefault(problem, []).append(number)
+                if number == 1000 and not self.run.headers:
+                    break
+        if not self.run.headers:
+            raise RecordError(f"{self.run.path} is not a flopmeter run file: it has no header line")
+        self._finish()
+        return self.run
+
+    def _take(self, raw: bytes) -> str | None:
+        if not raw.strip():
+            return None
+        if len(raw) > MAX_LINE_BYTES:
+            return f"longer than {MAX_LINE_BYTES >> 20} MB"
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
+        handler = self._on_kind.get(str(line.get("kind"))) if isinstance(line, dict) else None
+        if handler is None:
+            return "of no known kind"
+        if not self.run.headers and line["kind"] != "header":
+            return "before any header"
+        return handler(line)
+
+    def _header(self, line: dict[str, Any]) -> str | None:
+        schema = line.get("schema")
+        if schema != SCHEMA_VERSION or isinstance(schema, bool):
+            raise RecordError(
+                f"{self.run.path} has run-file schema {str(schema)[:40]}; this flopmeter reads {SCHEMA_VERSION}: "
+                f"use the flopmeter that wrote it"
+            )
+        known: dict[str, Any] = {}
+        for name, spec in Header.__dataclass_fields__.items():
+            value, kind = line.get(name), _KINDS[str(spec.type).partition("[")[0]]
+            if isinstance(value, kind) and not isinstance(value, bool):
+                known[name] = value
+        self.run.headers.append(Header(**known))
+        self.run.summary = None
+        return None
+
+    def _step(self, line: dict[str, Any]) -> str | None:
+        step, metrics = line.get("step"), line.get("metrics")
+        if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 1 << 62 or not isinstance(metrics, dict):
+            return "a step without number or metrics"
+        position = len(self.run.step)
+        self.run.step.append(step)
+        self.run.time.append(_number(line.get("time")))
+        marks = line.get("marks")
+        if isinstance(marks, list) and marks:
+            self.run.marks[position] = tuple(str(mark) for mark in marks)
+        for key, value in metrics.items():
+            self._put(key, position, _number(value))
+        return None
+
+    def _put(self, key: str, position: int, value: float) -> None:
+        column = self.run.columns.get(key)
+        if column is None:
+            if len(self.run.columns) >= MAX_COLUMNS:
+                self._bad.setdefault(f"with metrics beyond the first {MAX_COLUMNS}", []).append(position)
+                return
+            column = self.run.columns[key] = array("d")
+        _pad(column, position)
+        column.append(value)
+
+    def _event(self, line: dict[str, Any]) -> str | None:
+        if len(self.run.events) >= MAX_EVENTS:
+            return f"an event beyond the first {MAX_EVENTS}"
+        self.run.events.append(line)
+        return None
+
+    def _summary(self, line: dict[str, Any]) -> str | None:
+        self.run.summary = line
+        return None
+
+    def _finish(self) -> None:
+        for column in self.run.columns.values():
+            _pad(column, len(self.run))
+        for problem, numbers in self._bad.items():
+            others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+            self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (int, float), "Mapping": dict}
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file of any kind; of an overlong one only the beginning is kept."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                continue
+        yield line
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, math.nan)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.nan
+    return math.nan
+
+
+def _pad(column: array[float], length: int) -> None:
+    if len(column) < length:
+        column.extend(array("d", [math.nan]) * (length - len(column)))

@@ -1,0 +1,104 @@
+"""How does a run reach the disk, so that no kill, full disk or read-only folder can hurt it or the training?"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("flopmeter")
+
+MAX_PENDING_BYTES = 8 << 20
+
+
+class RunWriter:
+    """Appends lines to a run file; whatever the disk does, it never raises and its memory stays bounded.
+
+    Lines are held until `flush`. When the disk refuses them, one warning is given, they are kept (up to
+    `max_pending_bytes`) and tried again at the next flush, from the very byte where the disk stopped.
+    """
+
+    def __init__(self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+        self.path = path
+        self.num_dropped = 0
+        """Lines lost because the disk refused them for too long."""
+        self._pending = bytearray()
+        self._max_pending_bytes = max_pending_bytes
+        self._fd: int | None = None
+        self._has_warned = False
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Queue one line for the next flush."""
+        data = encode(line)
+        if len(self._pending) + len(data) > self._max_pending_bytes:
+            self.num_dropped += 1
+            return
+        self._pending += data
+
+    def flush(self) -> bool:
+        """Hand all queued lines to the operating system; False when some must wait."""
+        try:
+            if self._fd is None:
+                self._open()
+            self._drain()
+        except OSError as error:
+            self._warn(error)
+            return False
+        if self.num_dropped:
+            logger.warning("the run file can be written again; %d lines were lost meanwhile", self.num_dropped)
+            message = f"{self.num_dropped} lines lost: the disk refused them"
+            self.num_dropped = 0
+            self.write({"kind": "event", "event": "warning", "message": message})
+        self._has_warned = False
+        return True
+
+    def close(self) -> None:
+        """Flush and let go of the file. Safe to call twice."""
+        self.flush()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            # A killed run left half a line: close it, so that only that line is lost.
+            self._pending[:0] = b"\n"
+
+    def _drain(self) -> None:
+        assert self._fd is not None
+        while self._pending:
+            written = os.write(self._fd, self._pending)
+            del self._pending[:written]
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("cannot write the run file %s (%s); training goes on, will try again", self.path, error)
+
+
+def encode(line: Mapping[str, Any]) -> bytes:
+    """One line of strict JSON; NaN and the infinities, which JSON lacks, become strings that the reader knows."""
+    try:
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"), default=str)
+    except (ValueError, TypeError, RecursionError):
+        text = json.dumps(_strict(line), allow_nan=False, separators=(",", ":"), default=str)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _strict(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if depth > 20:
+        return "..."
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item, depth + 1) for item in value]
+    return value

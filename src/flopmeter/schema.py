@@ -1,0 +1,74 @@
+"""Which numbers exist, in which unit, what they mean, and how the ranks of a job combine them.
+
+Every sink, the run file and the report use these keys and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SCHEMA_VERSION = 1
+"""Raised when a reader of the old run file would misread the new one."""
+
+RUN_FILE = "run.jsonl"
+
+LineKind = Literal["header", "step", "event", "summary"]
+
+Phase = Literal["data_wait", "host_to_device", "forward", "backward", "optimizer", "other"]
+PHASES: tuple[Phase, ...] = ("data_wait", "host_to_device", "forward", "backward", "optimizer", "other")
+"""The parts of a step; they add up to it. Pauses (evaluation, checkpoints) lie between steps."""
+
+StepMark = Literal["warmup", "observed", "profiled"]
+"""Why a step does not represent the run. Marked steps are recorded, and left out of every aggregate."""
+
+RankRule = Literal["sum", "mean", "max", "rank0"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One number that flopmeter reports."""
+
+    key: str
+    """Name in every sink and in the run file; `<...>` stands for a name of the user's."""
+    unit: str
+    """Unit of the value; "1" for a fraction between 0 and 1, "" for a plain number."""
+    meaning: str
+    """What it says, in one sentence."""
+    ranks: RankRule
+    """How the values of the ranks make the value of the job."""
+
+
+def _metric(key: str, unit: str, ranks: RankRule, meaning: str) -> Metric:
+    return Metric(key=key, unit=unit, ranks=ranks, meaning=meaning)
+
+
+METRICS: tuple[Metric, ...] = (
+    _metric("global_step", "", "rank0", "Optimizer steps done so far; gradient accumulation counts as one."),
+    _metric("training/loss", "", "rank0", "The loss as the training loop reports it."),
+    _metric("training/lr", "", "rank0", "The learning rate as the training loop reports it."),
+    _metric("training/epoch", "", "rank0", "The epoch as the training loop reports it."),
+    _metric("training/grad_norm", "", "rank0", "The gradient norm as the training loop reports it."),
+    _metric("perf/mfu", "1", "mean", "Model FLOPs per second of wall time over the device's peak."),
+    _metric("perf/mfu_percent", "%", "mean", "perf/mfu times 100."),
+    _metric("perf/hfu", "1", "mean", "Like perf/mfu with every FLOP that ran, recomputation included."),
+    _metric("perf/mfu_processed", "1", "mean", "Like perf/mfu with padding counted as if it were work."),
+    _metric("perf/model_flop", "FLOP", "sum", "FLOPs that the model's mathematics needs for the step."),
+    _metric("perf/flop_error", "1", "max", "Distance of the last predicted model FLOPs from the count that tested it."),
+    _metric("perf/step_time", "s", "max", "Wall time of an optimizer step: with the wait for data, without pauses."),
+    _metric("perf/steps_per_second", "1/s", "rank0", "Optimizer steps per second of step time."),
+    _metric("perf/tokens_per_second", "1/s", "sum", "Tokens that are not padding, per second of step time."),
+    _metric("perf/tokens_processed_per_second", "1/s", "sum", "All tokens, padding included, per second of step time."),
+    _metric("perf/samples_per_second", "1/s", "sum", "Samples per second of step time."),
+    *(
+        _metric(f"perf/{phase}_share", "1", "mean", f"Share of the step spent in {phase.replace('_', ' ')}.")
+        for phase in PHASES
+    ),
+    _metric("perf/overhead_share", "1", "mean", "Share of wall time that flopmeter itself used."),
+    _metric("perf/goodput", "1", "rank0", "Share of wall time since the first start spent in productive steps."),
+    _metric("dataset/<name>/loss", "", "mean", "Mean loss of the samples of one dataset."),
+    _metric("dataset/<name>/accuracy", "1", "mean", "Share of right predictions on one dataset."),
+    _metric("dataset/<name>/samples", "", "sum", "Samples seen of one dataset."),
+)
+
+METRICS_BY_KEY = {metric.key: metric for metric in METRICS}

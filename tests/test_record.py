@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flopmeter.errors import RecordError
+from flopmeter.record import Run, RunWriter, load_run, write_training_log
+from flopmeter.record import reader as reader_module
+from flopmeter.record.writer import encode
+
+HEADER = {"kind": "header", "schema": 1, "run_id": "a", "started_at": 100.0, "model": "GPT", "world_size": 1}
+
+
+def step_line(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"kind": "step", "step": step, "time": 100.0 + step, "metrics": metrics}
+
+
+def write_lines(path: Path, *lines: dict[str, Any] | bytes) -> Path:
+    data = b"".join(line if isinstance(line, bytes) else encode(line) for line in lines)
+    path.write_bytes(data)
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    writer.write(HEADER)
+    writer.write(step_line(1, **{"training/loss": 2.5}) | {"marks": ["warmup"]})
+    writer.write(step_line(2, **{"training/loss": 2.0, "perf/mfu": 0.4}))
+    writer.write({"kind": "event", "event": "pause", "name": "eval", "duration_s": 3.0})
+    writer.write({"kind": "summary", "metrics": {"perf/mfu": 0.4}})
+    writer.close()
+    run = load_run(tmp_path)
+    assert run.header.model == "GPT"
+    assert list(run.step) == [1, 2]
+    assert list(run.column("training/loss")) == [2.5, 2.0]
+    assert math.isnan(run.column("perf/mfu")[0])
+    assert run.column("perf/mfu")[1] == 0.4
+    assert run.steady() == [1]
+    assert run.events[0]["name"] == "eval"
+    assert run.summary is not None
+    assert run.skipped == []
+
+
+def test_a_metric_that_no_step_has_is_all_nan(tmp_path: Path) -> None:
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, step_line(1)))
+    assert len(run.column("perf/mfu")) == 1
+    assert math.isnan(run.column("perf/mfu")[0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_values_survive_as_strict_json(tmp_path: Path, value: float) -> None:
+    line = encode(step_line(1, **{"training/loss": value}))
+    json.loads(line, parse_constant=pytest.fail)
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, line))
+    read = run.column("training/loss")[0]
+    assert math.isnan(read) if math.isnan(value) else read == value
+
+
+def test_bare_nan_from_another_writer_is_understood(tmp_path: Path) -> None:
+    raw = b'{"kind":"step","step":1,"time":1,"metrics":{"training/loss":NaN,"perf/mfu":-Infinity}}\n'
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, raw))
+    assert math.isnan(run.column("training/loss")[0])
+    assert run.column("perf/mfu")[0] == -math.inf
+
+
+def test_a_torn_last_line_is_skipped_and_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "run.jsonl", HEADER, step_line(1), encode(step_line(2))[:-9])
+    run = load_run(path)
+    assert list(run.step) == [1]
+    assert run.skipped == ["skipped line 3: cut off in mid-line"]
+
+
+def test_a_restart_after_a_torn_line_loses_only_that_line(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "run.jsonl", HEADER, step_line(1), encode(step_line(2))[:-9])
+    writer = RunWriter(path)
+    writer.write(HEADER | {"run_id": "b", "started_at": 200.0})
+    writer.write(step_line(2))
+    writer.close()
+    run = load_run(path)
+    assert [header.run_id for header in run.headers] == ["a", "b"]
+    assert list(run.step) == [1, 2]
+    assert run.skipped == ["skipped line 3: not JSON"]
+
+
+def test_a_summary_before_a_restart_does_not_close_the_run(tmp_path: Path) -> None:
+    summary = {"kind": "summary", "metrics": {}}
+    assert load_run(write_lines(tmp_path / "run.jsonl", HEADER, summary, HEADER)).summary is None
+
+
+def test_bad_lines_in_the_middle_are_counted_not_fatal(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "run.jsonl", HEADER, b"rubbish\n", b"[1]\n", b'{"kind":"other"}\n', b'{"kind":"step"}\n', b"x\n"
+    )
+    assert load_run(path).skipped == [
+        "skipped line 2 and 1 more: not JSON",
+        "skipped line 3 and 1 more: of no known kind",
+        "skipped line 5: a step without number or metrics",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no header line"),
+        (b"\x89PNG\r\n\x1a\n" * 50, "has no header line"),
+        (b'{"step": 1}\n', "has no header line"),
+        (encode({"kind": "header", "schema": 2}), "has run-file schema 2; this flopmeter reads 1"),
+        (encode({"kind": "header"}), "has run-file schema None"),
+    ],
+)
+def test_a_foreign_file_is_one_line_of_error(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "run.jsonl").write_bytes(content)
+    with pytest.raises(RecordError, match=message) as caught:
+        load_run(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_line_of_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"cannot read the run file .*nothing.jsonl: No such file"):
+        load_run(tmp_path / "nothing.jsonl")
+
+
+def test_a_path_with_a_null_byte_is_one_line_of_error() -> None:
+    with pytest.raises(RecordError, match="null"):
+        load_run("a\0b")
+
+
+def test_an_overlong_line_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "MAX_LINE_BYTES", 1 << 20)
+    long = b'{"kind":"step","step":1,"metrics":{},"x":"' + b"y" * (3 << 20) + b'"}\n'
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, long, step_line(2)))
+    assert list(run.step) == [2]
+    assert run.skipped == ["skipped line 2: longer than 1 MB"]
+
+
+def test_too_many_different_metrics_cannot_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "MAX_COLUMNS", 3)
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, step_line(1, a=1, b=2, c=3, d=4)))
+    assert set(run.columns) == {"a", "b", "c"}
+    assert "beyond the first 3" in run.skipped[0]
+
+
+def test_a_header_field_of_the_wrong_type_gets_its_default(tmp_path: Path) -> None:
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER | {"model": ["x"], "world_size": "many"}))
+    assert run.header.model == ""
+    assert run.header.world_size == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+line_like = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from(["header", "step", "event", "summary"]) | json_values,
+        "schema": st.just(1) | json_values,
+        "step": json_values,
+        "time": json_values,
+        "metrics": json_values,
+        "marks": json_values,
+        "model": json_values,
+    },
+)
+raw_lines = st.binary(max_size=40) | line_like.map(lambda value: json.dumps(value).encode())
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(raw_lines, max_size=8), has_header=st.booleans())
+def test_no_file_makes_the_reader_raise_anything_but_its_own_error(
+    tmp_path: Path, lines: list[bytes], has_header: bool
+) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes((encode(HEADER) if has_header else b"") + b"\n".join(lines))
+    try:
+        run = load_run(path)
+    except RecordError:
+        assert not has_header or b'"header"' in b"".join(lines)  # a second header may be of another schema
+    else:
+        assert all(len(column) == len(run) for column in run.columns.values())
+        assert len(run.time) == len(run)
+        write_training_log(run, tmp_path / "training_log.json")
+        json.loads((tmp_path / "training_log.json").read_text(), parse_constant=pytest.fail)
+
+
+@settings(deadline=None)
+@given(metrics=st.dictionaries(st.text(max_size=10), st.floats(allow_nan=False), max_size=5))
+def test_every_metric_survives_the_round_trip(
+    metrics: dict[str, float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    run = load_run(write_lines(path, HEADER, step_line(7, **metrics)))
+    assert {key: column[0] for key, column in run.columns.items()} == metrics
+
+
+def test_deep_nesting_and_huge_numbers_do_no_harm(tmp_path: Path) -> None:
+    huge = b'{"kind":"step","step":1,"time":1e999,"metrics":{"a":' + b"9" * 400 + b"}}\n"
+    endless = b'{"kind":"step","step":1,"metrics":{"a":' + b"9" * 5000 + b"}}\n"
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, b"[" * 100_000 + b"\n", huge, endless))
+    assert math.isnan(run.column("a")[0])
+    assert len(run.skipped) == 1
+
+
+def test_things_that_json_does_not_know_are_written_as_text() -> None:
+    assert json.loads(encode({"path": Path("x"), "deep": {"nan": [math.nan]}})) == {
+        "path": "x",
+        "deep": {"nan": ["NaN"]},
+    }
+
+
+def _raise_oserror(code: int) -> Callable[..., int]:
+    def write(fd: int, data: bytes) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return write
+
+
+def test_a_full_disk_gives_one_warning_and_the_record_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    writer.write(HEADER)
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        full.setattr(os, "write", _raise_oserror(errno.ENOSPC))
+        assert not writer.flush()
+        writer.write(step_line(1))
+        assert not writer.flush()
+    assert len(caplog.records) == 1
+    assert "training goes on" in caplog.text
+    writer.close()
+    assert list(load_run(tmp_path).step) == [1]
+
+
+def test_a_disk_that_takes_half_a_line_does_not_tear_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    writer.write(HEADER)
+    writer.write(step_line(1))
+    real_write, calls = os.write, iter([5])
+
+    def short_write(fd: int, data: bytes) -> int:
+        for length in calls:
+            return real_write(fd, bytes(data[:length]))
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", short_write)
+        assert not writer.flush()
+    writer.close()
+    run = load_run(tmp_path)
+    assert list(run.step) == [1]
+    assert run.skipped == []
+
+
+def test_a_disk_that_stays_full_costs_bounded_memory_and_the_loss_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl", max_pending_bytes=2000)
+    writer.write(HEADER)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", _raise_oserror(errno.ENOSPC))
+        for step in range(1000):
+            writer.write(step_line(step))
+            writer.flush()
+    num_dropped = writer.num_dropped
+    assert num_dropped > 900
+    writer.flush()
+    writer.close()
+    run = load_run(tmp_path)
+    assert len(run) == 1000 - num_dropped
+    assert f"{num_dropped} lines lost" in run.events[0]["message"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    writer = RunWriter(tmp_path / "file" / "run.jsonl")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            writer.write(HEADER)
+            assert not writer.flush()
+        writer.close()
+    assert len(caplog.records) == 1
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    writer.write(HEADER)
+    writer.close()
+    writer.close()
+    assert len(load_run(tmp_path).headers) == 1
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from flopmeter.record import RunWriter
+writer = RunWriter(Path(sys.argv[1]))
+writer.write({"kind": "header", "schema": 1})
+for step in range(10**9):
+    writer.write({"kind": "step", "step": step, "time": 0.0, "metrics": {"training/loss": 1.0 / (step + 1)}})
+    if step % 7 == 0:
+        writer.flush()
+        print(step, flush=True)
+"""
+
+
+def test_kill_9_leaves_a_sound_record_up_to_the_last_flush(tmp_path: Path) -> None:
+    for attempt in range(5):
+        path = tmp_path / f"{attempt}.jsonl"
+        with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(10 + 97 * attempt):
+                process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+            told = [int(line) for line in process.stdout.read().split()]
+        run = load_run(path)
+        assert list(run.step) == list(range(len(run)))
+        assert len(run) >= (told[-1] + 1 if told else 0)
+
+
+def make_run(tmp_path: Path) -> Run:
+    return load_run(
+        write_lines(
+            tmp_path / "run.jsonl",
+            HEADER,
+            step_line(1, **{"training/loss": 2.0}),
+            step_line(2, **{"training/loss": math.nan}),
+            {"kind": "event", "event": "epoch", "epoch": 0, "avg_loss": 2.0, "elapsed_time": 2.0},
+            HEADER | {"started_at": 500.0},
+            {"kind": "step", "step": 2, "time": 510.0, "metrics": {}},
+        )
+    )
+
+
+def test_the_training_log_is_one_ordinary_json_document(tmp_path: Path) -> None:
+    write_training_log(make_run(tmp_path), tmp_path / "training_log.json")
+    log = json.loads((tmp_path / "training_log.json").read_text(), parse_constant=pytest.fail)
+    assert log["step_logs"] == [{"step": 1, "training/loss": 2.0}, {"step": 2}, {"step": 2}]
+    assert log["epoch_logs"] == [{"epoch": 0, "avg_loss": 2.0, "elapsed_time": 2.0}]
+    assert log["total_training_time"] == pytest.approx(2.0 + 10.0)  # 100 to 102, then 500 to 510
+
+
+def test_the_training_log_is_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "training_log.json"
+    path.write_text("old")
+    write_training_log(make_run(tmp_path), path)
+    assert json.loads(path.read_text())["run"]["model"] == "GPT"
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_a_run_is_readable_while_it_grows(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    writer.write(HEADER)
+    writer.flush()
+    for step in range(3):
+        writer.write(step_line(step) | {"time": time.time()})
+        writer.flush()
+        assert len(load_run(tmp_path)) == step + 1
+    writer.close()
