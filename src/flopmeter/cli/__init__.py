@@ -1,0 +1,82 @@
+"""The `flopmeter` command: one file in this folder per subcommand, named as users type it.
+
+Each file holds a function `command`; its docstring is the help text. Nothing heavy is imported at the top of such a
+file, so that `flopmeter --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Annotated
+
+import typer
+
+from flopmeter import __version__
+from flopmeter.errors import FlopmeterError
+
+_EPILOG = "Start with:  flopmeter demo"
+
+
+def build_app() -> typer.Typer:
+    """The command-line application with every subcommand of this folder."""
+    app = typer.Typer(
+        name="flopmeter",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        epilog=_EPILOG,
+    )
+    app.callback()(_options)
+    for module in iter_modules(__path__):
+        if not module.name.startswith("_"):
+            name = module.name.replace("_", "-")
+            app.command(name, no_args_is_help=False)(import_module(f"{__name__}.{module.name}").command)
+    return app
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"flopmeter {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """The true MFU of any PyTorch training run, and why it is not higher."""
+
+
+def main() -> None:
+    """Entry point: an error is one line on stderr; exit code 2 for wrong use, 1 for a failure."""
+    if "--debug" in sys.argv[1:2]:
+        build_app()()
+        return
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        return build_app()(standalone_mode=False) or 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except typer.Abort:
+        return _complain("stopped", 130)
+    except typer.TyperException as error:
+        return _complain(f"{error} (see --help)", 2) if str(error) else 2  # no text: the help was shown
+    except FlopmeterError as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        return _complain("stopped", 130)
+    except BrokenPipeError:
+        return 0
+
+
+def _complain(message: str, exit_code: int) -> int:
+    print(f"flopmeter: error: {' '.join(message.split())}", file=sys.stderr)
+    return exit_code

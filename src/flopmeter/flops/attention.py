@@ -1,0 +1,148 @@
+"""Which matrix products are attention, and which share of their query-key pairs does the mask let through?
+
+Eager and math attention dispatch plain matrix products. They are recognised by what happens to the result: scores that
+reach a softmax over keys are attention, and so is the product of that softmax with the values. The masks that were
+applied on the way say how many pairs count. Sums are taken on the device and read after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+BLOCKED_BELOW = -9999.0
+"""An additive mask at or below this blocks a pair: older models use -1e4, others the dtype's minimum or -inf."""
+
+_KEEPS_SCORES = frozenset({
+    "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_alias", "aten::expand", "aten::transpose",
+    "aten::permute", "aten::squeeze", "aten::unsqueeze", "aten::slice", "aten::select", "aten::alias", "aten::detach",
+    "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::mul", "aten::mul_", "aten::div",
+    "aten::div_", "aten::sub", "aten::sub_", "aten::tanh", "aten::clamp", "aten::nan_to_num", "aten::native_dropout",
+    "aten::dropout",
+})  # fmt: skip
+_MASKED_FILL = frozenset({"aten::masked_fill", "aten::masked_fill_"})
+_ADD = frozenset({"aten::add", "aten::add_"})
+_SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax", "aten::softmax"})
+SCORE_PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm"})
+
+
+@dataclass(eq=False, slots=True)
+class Pairs:
+    """The query-key pairs of one attention call, shared by all of its matrix products."""
+
+    is_attention: bool = False
+    """True once a softmax over keys was seen."""
+    allowed: list[torch.Tensor] = field(default_factory=list)
+    """Boolean masks, True where a pair counts."""
+    share: torch.Tensor | float = 1.0
+    """Share of all pairs that count: a device scalar until the step is over."""
+
+
+class PairTracker:
+    """Follows scores from the product that made them to the product that uses them, by tags on the tensors."""
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self.by_sequence: dict[int, Pairs] = {}
+        """Autograd sequence number of a forward attention product to its pairs: its gradients belong to it too."""
+
+    def follow(self, op: str, args: tuple[Any, ...], out: Any, query_is_real: torch.Tensor | None) -> None:
+        """Carry the tag of the scores through one operator that is not itself a matrix product."""
+        pairs = _find_tag(args)
+        if pairs is None or not isinstance(out := _first_tensor(out), torch.Tensor):
+            return
+        if op in _SOFTMAX:
+            if args[1] in (-1, args[0].dim() - 1) and not pairs.is_attention:
+                pairs.is_attention = True
+                pairs.share = self.share(pairs.allowed, args[0].shape, query_is_real)
+            _tag(out, pairs)
+        elif op in _KEEPS_SCORES:
+            _tag(out, pairs)
+        elif not pairs.is_attention and (mask := _mask_of(op, args)) is not None:
+            pairs.allowed.append(mask)
+            _tag(out, pairs)
+
+    def product(self, args: tuple[Any, ...], out: Any) -> Pairs:
+        """The pairs of a batched product: those of the softmax it consumes, or new ones that may become attention."""
+        pairs = _find_tag(args)
+        if pairs is not None and pairs.is_attention:
+            return pairs
+        pairs = Pairs()
+        _tag(out, pairs)
+        return pairs
+
+    def share(
+        self, allowed: list[torch.Tensor], scores_shape: torch.Size, query_is_real: torch.Tensor | None
+    ) -> torch.Tensor | float:
+        """Share of the pairs that all masks let through and whose query is no padding, as a device scalar."""
+        if not allowed:
+            return 1.0
+        key = (*map(id, allowed), id(query_is_real), *scores_shape)
+        if key not in self._shares:
+            keep = [*allowed, query_is_real] if query_is_real is not None else list(allowed)
+            self._shares[key] = (keep, _share(allowed, scores_shape, query_is_real))
+        return self._shares[key][1]
+
+
+def allowed_by(mask: torch.Tensor) -> torch.Tensor:
+    """True where a mask lets a pair through: True in a boolean mask, not hugely negative in an additive one."""
+    return mask if mask.dtype == torch.bool else mask > BLOCKED_BELOW
+
+
+def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.Tensor | None) -> torch.Tensor:
+    kept = allowed[0]
+    for mask in allowed[1:]:
+        kept = kept & mask
+    while kept.dim() < 4:
+        kept = kept.unsqueeze(0)
+    num_queries, num_keys = shape[-2], shape[-1]
+    if query_is_real is not None and query_is_real.shape[1] == num_queries:
+        kept = kept & query_is_real[:, None, :, None]
+    kept = kept.expand(*kept.shape[:-2], num_queries, num_keys)
+    return kept.sum(dtype=torch.float64) / kept.numel()
+
+
+def _mask_of(op: str, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The pairs that an operator on scores lets through, or None when it does no masking that we know."""
+    if op in _ADD and isinstance(args[1], torch.Tensor):
+        mask = args[1] if _tag_of(args[0]) is not None else args[0]
+        return allowed_by(mask)
+    if op in _MASKED_FILL:
+        blocked: torch.Tensor = args[1]
+        return ~blocked
+    if op == "aten::where" and len(args) == 3:
+        condition: torch.Tensor = args[0]
+        return condition if _tag_of(args[1]) is not None else ~condition
+    return None
+
+
+def _tag(tensor: torch.Tensor, pairs: Pairs) -> None:
+    tensor._flopmeter_pairs = pairs  # type: ignore[attr-defined]
+
+
+def _tag_of(value: Any) -> Pairs | None:
+    return getattr(value, "_flopmeter_pairs", None) if isinstance(value, torch.Tensor) else None
+
+
+def _find_tag(args: tuple[Any, ...]) -> Pairs | None:
+    for value in args:
+        pairs = _tag_of(value)
+        if pairs is not None:
+            return pairs
+    return None
+
+
+def _first_tensor(out: Any) -> Any:
+    return out[0] if isinstance(out, (tuple, list)) and out else out
+
+
+def explicit_mask(bound: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask tensor that was passed to a fused attention operator."""
+    for name in ("attn_mask", "attn_bias", "bias"):
+        mask = bound.get(name)
+        if isinstance(mask, torch.Tensor):
+            return mask
+    return None

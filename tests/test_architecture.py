@@ -1,0 +1,185 @@
+"""Who may import whom, and which names are public. These tests parse the source, so they see imports that never run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flopmeter
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "flopmeter"
+
+FOUNDATION = {"errors", "schema"}
+FACTS = {"devices", "metrics", "record", "config", "conventions"}
+READERS = {"sinks", "diagnosis", "report"}
+MEASURERS = {"flops", "timing", "distributed"}
+
+ALLOWED: dict[str, set[str]] = {
+    **{name: set() for name in FOUNDATION},
+    **dict.fromkeys(FACTS, FOUNDATION),
+    **dict.fromkeys(READERS, FOUNDATION | FACTS | {"flops.formulas"}),
+    **dict.fromkeys(MEASURERS, FOUNDATION | FACTS),
+    "monitor": FOUNDATION | FACTS | READERS | MEASURERS,
+    "integrations": {"monitor", "errors"},
+    "demo": {"monitor", "errors"},
+    "training": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor"},
+}
+MAY_IMPORT_TORCH = MEASURERS | {"monitor", "integrations", "demo", "training"}
+PLUGIN_FOLDERS = ("sinks", "cli", "diagnosis/rules", "integrations", "flops/formulas", "flops/counters")
+
+
+def sources() -> list[Path]:
+    return sorted([*PACKAGE.rglob("*.py"), *(ROOT / "src" / "training").rglob("*.py")])
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(source: str, module: str, *, top_level_only: bool = False) -> Iterator[str]:
+    """Every module that the source imports, TYPE_CHECKING blocks left out."""
+    tree = ast.parse(source)
+    for node in _running_code(tree, top_level_only):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide the arrow; name the module in full"
+            base = node.module or ""
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _running_code(node: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if top_level_only and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        yield child
+        yield from _running_code(child, top_level_only)
+
+
+def row_of(module: str) -> str:
+    """The unit of the import table a module belongs to: "flops", or "flops.formulas" for the torch-free part of it."""
+    parts = module.split(".")
+    if parts[0] == "training":
+        return "training"
+    if parts[:3] == ["flopmeter", "flops", "formulas"]:
+        return "flops.formulas"
+    return parts[1] if len(parts) > 1 else ""
+
+
+def broken_arrows(source: str, module: str) -> list[str]:
+    own = row_of(module)
+    if own in ("", "cli", "__main__"):
+        return [name for name in imports(source, module) if own == "" and row_of(name) == "cli"]
+    allowed = ALLOWED["flops" if own == "flops.formulas" else own]
+    return [
+        target
+        for target in imports(source, module)
+        if target.startswith("flopmeter.")
+        and (row := row_of(target)) not in ("__version__", own)
+        and row.partition(".")[0] != own.partition(".")[0]
+        and row not in allowed
+        and row.partition(".")[0] not in allowed
+    ]
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_name)
+def test_no_module_imports_against_the_arrows(path: Path) -> None:
+    assert broken_arrows(path.read_text(), module_name(path)) == []
+
+
+def test_the_arrow_test_fails_on_a_wrong_arrow() -> None:
+    wrong = "from flopmeter.monitor import TrainingMonitor"
+    assert broken_arrows(wrong, "flopmeter.devices") == ["flopmeter.monitor", "flopmeter.monitor.TrainingMonitor"]
+    assert broken_arrows("def f():\n    from flopmeter.flops import observe", "flopmeter.report") != []
+    assert broken_arrows("from flopmeter.flops.formulas import find", "flopmeter.report") == []
+    assert broken_arrows("from flopmeter.errors import FlopmeterError", "flopmeter.devices") == []
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_name)
+def test_only_the_measuring_side_imports_torch_at_the_top(path: Path) -> None:
+    module = module_name(path)
+    if row_of(module) in MAY_IMPORT_TORCH:
+        return
+    heavy = {name.partition(".")[0] for name in imports(path.read_text(), module, top_level_only=True)}
+    assert "torch" not in heavy
+
+
+@pytest.mark.parametrize("folder", [f for f in PLUGIN_FOLDERS if (PACKAGE / f).is_dir()])
+def test_plugins_of_a_folder_do_not_import_each_other(folder: str) -> None:
+    prefix = "flopmeter." + folder.replace("/", ".")
+    plugins = {p.stem for p in (PACKAGE / folder).glob("*.py") if not p.name.startswith("_")}
+    for name in plugins:
+        module = f"{prefix}.{name}"
+        siblings = {f"{prefix}.{other}" for other in plugins - {name}}
+        assert siblings.isdisjoint(imports((PACKAGE / folder / f"{name}.py").read_text(), module))
+
+
+def test_nothing_is_called_utils_or_the_like() -> None:
+    banned = {"utils", "common", "helpers", "base", "manager", "core"}
+    stems = {part for path in PACKAGE.rglob("*.py") for part in path.relative_to(PACKAGE).with_suffix("").parts}
+    assert stems.isdisjoint(banned)
+
+
+PUBLIC_NAMES = {
+    "__version__",
+    "ConfigError",
+    "CountError",
+    "FlopmeterError",
+    "MissingLibraryError",
+    "MonitorConfig",
+    "Peak",
+    "RecordError",
+    "Run",
+    "TraceError",
+    "TrainingMonitor",
+    "UnknownDeviceError",
+    "formula",
+    "load_run",
+    "peak_flops",
+}
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert set(flopmeter.__all__) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(flopmeter, name) is not None
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = flopmeter.nonsense
+
+
+TORCH_FREE = {
+    "import flopmeter": "import flopmeter",
+    "load_run": "import flopmeter; flopmeter.load_run",
+    "settings": "import flopmeter; flopmeter.MonitorConfig.load(None)",
+    "peak of a named device": "import flopmeter; flopmeter.peak_flops('NVIDIA H100 80GB HBM3', 'bf16')",
+    "formulas": "from flopmeter.flops.formulas import all_formulas; all_formulas()",
+    "flopmeter devices": "import sys; sys.argv = ['flopmeter', 'devices']; from flopmeter.cli import _run; _run()",
+    "flopmeter --help": "import sys; sys.argv = ['flopmeter', '--help']; from flopmeter.cli import _run; _run()",
+}
+
+
+@pytest.mark.parametrize("use", TORCH_FREE)
+def test_reading_never_imports_torch(use: str) -> None:
+    code = f"{TORCH_FREE[use]}\nimport sys\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_the_torch_check_fails_when_torch_is_imported() -> None:
+    code = "import torch, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1

@@ -1,0 +1,66 @@
+"""The README's map of the repository is true, and the Chinese one says the same."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+MAP_ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+
+
+def tracked_files() -> list[str]:
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout: no list of files to compare the map with")
+    return [name for name in listing.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def mapped(readme: str) -> list[str]:
+    section = re.split(r"^## ", readme, flags=re.MULTILINE)
+    maps = [part for part in section if part.startswith(("File map", "文件地图"))]
+    assert len(maps) == 1, "the README has one section with the file map"
+    return MAP_ROW.findall(maps[0])
+
+
+def unmapped(paths: list[str], files: list[str]) -> list[str]:
+    """Source files that no row of the map covers; a row that ends in / covers its folder."""
+    return [
+        name
+        for name in files
+        if name.startswith("src/")
+        and name.endswith((".py", ".toml"))
+        and not name.endswith("/__init__.py")
+        and not any(name == path or (path.endswith("/") and name.startswith(path)) for path in paths)
+    ]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_every_row_of_the_map_exists(readme: Path) -> None:
+    missing = [path for path in mapped(readme.read_text("utf-8")) if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_every_source_file_is_on_the_map(readme: Path) -> None:
+    assert unmapped(mapped(readme.read_text("utf-8")), tracked_files()) == []
+
+
+def test_the_map_test_fails_on_a_file_that_is_not_on_it() -> None:
+    assert unmapped(["src/flopmeter/errors.py"], ["src/flopmeter/errors.py", "src/flopmeter/new.py"]) == [
+        "src/flopmeter/new.py"
+    ]
+
+
+def test_both_readmes_have_the_same_commands_and_headings() -> None:
+    english, chinese = (path.read_text("utf-8") for path in READMES)
+    commands = re.compile(r"^(?:make|flopmeter|pip|python) .*$", re.MULTILINE)
+    assert commands.findall(english) == commands.findall(chinese)
+    assert english.count("\n## ") == chinese.count("\n## ")
