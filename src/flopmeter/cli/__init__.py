@@ -68,7 +68,8 @@ def _run() -> int:
     except typer.Abort:
         return _complain("stopped", 130)
     except typer.TyperException as error:
-        return _complain(f"{error} (see --help)", 2) if str(error) else 2  # no text: the help was shown
+        message = error.format_message()
+        return _complain(f"{message} (see --help)", 2) if message else 2  # no text: the help was shown
     except FlopmeterError as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flopmeter import __version__
+from flopmeter.cli import build_app
+from flopmeter.record import load_run
+
+
+def flopmeter(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flopmeter", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def commands() -> list[str]:
+    return [str(command.name) for command in build_app().registered_commands]
+
+
+def test_every_command_has_a_help_text_with_an_example() -> None:
+    for name in commands():
+        answer = flopmeter(name, "--help", COLUMNS="200")
+        assert answer.returncode == 0
+        assert f"flopmeter {name}" in answer.stdout.replace("Usage: flopmeter", "")
+        assert "Example" in answer.stdout
+
+
+def test_the_version_is_printed() -> None:
+    assert flopmeter("--version").stdout.strip() == f"flopmeter {__version__}"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("nonsense",), ("peak", "--no-such-option"), ("demo", "--seconds", "soon"), ("peak", "extra")]
+)
+def test_wrong_use_is_one_line_and_exit_code_2(arguments: tuple[str, ...]) -> None:
+    answer = flopmeter(*arguments)
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert answer.stderr.startswith("flopmeter: error: ")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_a_failure_is_one_line_and_exit_code_1() -> None:
+    answer = flopmeter("peak", "--device", "NVIDIA X999", "--dtype", "bf16")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("flopmeter: error: ")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    answer = flopmeter("--debug", "peak", "--device", "NVIDIA X999")
+    assert "Traceback" in answer.stderr
+    assert answer.returncode == 1
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    assert "demo" in flopmeter().stdout
+
+
+def test_a_command_that_needs_torch_says_so_in_one_line_when_it_is_absent(tmp_path: Path) -> None:
+    # A module finder in front of all others: torch is then as absent as on a machine without it.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class NoTorch:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'torch':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "import importlib.util\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'torch' else real(name, package)\n"
+        "sys.meta_path.insert(0, NoTorch)\n"
+    )
+    answer = flopmeter("demo", PYTHONPATH=str(tmp_path))
+    assert answer.returncode == 1
+    assert answer.stderr == (
+        "flopmeter: error: flopmeter demo needs torch, which is not installed: run pip install 'flopmeter[torch]'\n"
+    )
+
+
+def test_the_demo_trains_and_leaves_a_run_file(tmp_path: Path) -> None:
+    answer = flopmeter("demo", "--seconds", "4", "--output-dir", str(tmp_path / "demo"), "--json")
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads(answer.stdout)
+    run = load_run(result["run"])
+    assert len(run) == result["num_steps"] > 0
+    assert run.column("training/loss")[-1] == pytest.approx(result["final_loss"])
+    assert run.column("training/loss")[-1] < run.column("training/loss")[0]
+
+
+def test_the_demo_shows_a_line_and_a_table(tmp_path: Path) -> None:
+    answer = flopmeter("demo", "--seconds", "3", "--output-dir", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert "step " in answer.stderr
+    assert "MFU" in answer.stderr
+    assert "Summary" in answer.stdout
+    assert "run.jsonl" in answer.stdout

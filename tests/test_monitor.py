@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from flopmeter.devices import peak_flops
+from flopmeter.errors import ConfigError
+from flopmeter.monitor import WARMUP_STEPS, TrainingMonitor
+from flopmeter.record import load_run
+
+PEAK = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}
+FEATURES, HIDDEN, BATCH = 6, 10, 4
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Dropout(0.5), nn.ReLU(), nn.Linear(HIDDEN, 1))
+
+
+def train(monitor: TrainingMonitor | None, num_steps: int = 8, model: nn.Module | None = None) -> list[float]:
+    """A plain loop; returns every loss, so that two runs can be compared bit for bit."""
+    model = model or make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    data: DataLoader[Any] = DataLoader(list(torch.randn(num_steps * BATCH, FEATURES)), batch_size=BATCH)
+    losses = []
+    if monitor is not None:
+        monitor.set_model_ref(model)
+    for step, batch in enumerate(monitor.batches(data) if monitor else data, start=1):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.log_step(step, epoch=0, loss=loss, grad_norm=None, learning_rate=0.1)
+    return losses
+
+
+def test_every_step_is_in_the_record_with_its_loss(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK) as monitor:
+        losses = train(monitor)
+    run = load_run(tmp_path)
+    assert list(run.step) == list(range(1, 9))
+    assert list(run.column("training/loss")) == losses
+    assert run.summary is not None
+    assert run.skipped == []
+
+
+def test_the_losses_are_bit_for_bit_those_of_a_run_without_us(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK, flops_profile_freq=2) as monitor:
+        assert train(monitor) == train(None)
+
+
+def test_mfu_is_the_counted_flop_over_time_and_peak(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK) as monitor:
+        train(monitor)
+    run = load_run(tmp_path)
+    # Forward of both layers, both weight gradients, and the input gradient of the second layer only.
+    first, second = 2 * BATCH * FEATURES * HIDDEN, 2 * BATCH * HIDDEN * 1
+    model_flop = 2 * first + 3 * second
+    assert run.column("perf/model_flop")[-1] == model_flop
+    assert run.column("perf/mfu")[-1] == pytest.approx(model_flop / run.column("perf/step_time")[-1] / 1e12)
+
+
+def test_warm_up_and_observed_steps_are_marked_and_left_out(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK) as monitor:
+        train(monitor)
+    run = load_run(tmp_path)
+    assert [run.marks.get(i) for i in range(5)] == [("warmup",)] * WARMUP_STEPS + [("observed",), None]
+    assert run.steady() == [4, 5, 6, 7]
+
+
+def test_waiting_for_data_is_part_of_the_step_and_told(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK) as monitor:
+        train(monitor)
+    assert all(0 < share < 1 for share in load_run(tmp_path).column("perf/data_wait_share"))
+
+
+def test_no_hook_is_left_on_the_model(tmp_path: Path) -> None:
+    model = make_model()
+    with TrainingMonitor(tmp_path, PEAK) as monitor:
+        train(monitor, model=model)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_read_only_folder_costs_one_warning_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "in_the_way").write_text("")
+    with caplog.at_level(logging.WARNING), TrainingMonitor(tmp_path / "in_the_way", PEAK) as monitor:
+        assert train(monitor) == train(None)
+    assert sum("cannot write the run file" in record.message for record in caplog.records) == 1
+
+
+def test_a_part_that_fails_is_switched_off_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: TrainingMonitor, *_: Any) -> dict[str, float]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(TrainingMonitor, "_measure", broken)
+    with caplog.at_level(logging.WARNING), TrainingMonitor(tmp_path, PEAK) as monitor:
+        assert train(monitor) == train(None)
+    failures = [record.message for record in caplog.records if "planted" in record.message]
+    assert len(failures) == 3
+    assert failures[-1].endswith("monitoring is now off")
+
+
+def test_an_unknown_peak_leaves_mfu_out_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flopmeter.monitor.peak_flops", lambda *_, **__: peak_flops("NVIDIA X999", "fp32"))
+    with caplog.at_level(logging.WARNING), TrainingMonitor(tmp_path, {"monitoring": {"sinks": []}}) as monitor:
+        train(monitor)
+    run = load_run(tmp_path)
+    assert "perf/mfu" not in run.columns
+    assert "perf/model_flop" in run.columns
+    assert sum("MFU stays unknown" in record.message for record in caplog.records) == 1
+
+
+def test_an_exception_of_the_users_code_reaches_the_user_and_closes_the_record(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="mine"), TrainingMonitor(tmp_path, PEAK) as monitor:
+        train(monitor)
+        raise KeyError("mine")
+    assert load_run(tmp_path).summary is not None
+
+
+def test_a_pause_is_an_event_and_no_step_time(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK) as monitor, monitor.pause("eval"):
+        pass
+    pauses = [event for event in load_run(tmp_path).events if event["event"] == "pause"]
+    assert [event["name"] for event in pauses] == ["eval"]
+    assert pauses[0]["duration_s"] >= 0
+
+
+def test_a_restart_appends_to_the_same_record(tmp_path: Path) -> None:
+    for _ in range(2):
+        with TrainingMonitor(tmp_path, PEAK) as monitor:
+            train(monitor, num_steps=2)
+    run = load_run(tmp_path)
+    assert len(run.headers) == 2
+    assert list(run.step) == [1, 2, 1, 2]
+
+
+def test_wrong_settings_are_refused_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no sink 'graphite'"):
+        TrainingMonitor(tmp_path, {"monitoring": {"sinks": ["graphite"]}})
+    with pytest.raises(ConfigError, match="flops_profile_freq"):
+        TrainingMonitor(tmp_path, flops_profile_freq=-5)
+
+
+def test_finishing_twice_writes_one_summary(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK) as monitor:
+        train(monitor)
+        assert monitor.finish_training() == monitor.finish_training()
+    assert (tmp_path / "run.jsonl").read_text().count('"kind":"summary"') == 1
+
+
+def test_the_training_log_is_written_at_the_end(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, PEAK, "my_log.json") as monitor:
+        train(monitor)
+        monitor.log_epoch(0, avg_loss=1.0, elapsed_time=2.0)
+    assert '"step_logs"' in (tmp_path / "my_log.json").read_text()
+
+
+def test_a_step_logged_before_the_start_starts_the_run(tmp_path: Path) -> None:
+    monitor = TrainingMonitor(tmp_path, PEAK)
+    monitor.log_step(1, epoch=0, loss=1.0, grad_norm=2.0, learning_rate=None)
+    monitor.finish_training()
+    assert list(load_run(tmp_path).column("training/grad_norm")) == [2.0]
