@@ -1,0 +1,258 @@
+"""Which settings are there, what does each do, and what may it be?
+
+One class per section of the YAML file, with the file's own key names. The text under a field is its documentation:
+`docs/settings.md` and the error messages are made from it. A setting written as null counts as not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from flopmeter.config.values import (
+    Budget,
+    FlopRate,
+    Frequency,
+    Host,
+    Mode,
+    Port,
+    RunShare,
+    Seconds,
+    SinkNames,
+    Steps,
+    Switch,
+    Text,
+    Texts,
+    Values,
+    WandbMode,
+)
+
+# Close enough to be the same word with a slip in it: "loging_steps" is, "log_steps" and "tensorboard_dir" are not.
+_MISSPELLING_CUTOFF = 0.88
+_SLIP = "unknown key (did you mean {meant}? If the key is your own, give {meant} beside it)"
+
+
+class Section(BaseModel):
+    """A section that is all ours: an unknown key in it is refused."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return {} if data is None else data
+        return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+
+
+class SharedSection(Section):
+    """A section that we share with the user's own code: foreign keys are left alone, but a slip in one of ours is not.
+
+    A key is taken for a slip only while the key it resembles is absent, so a foreign key can always be kept.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+    guarded: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misspellings(cls, data: Any) -> Any:
+        keys = [key for key in data if isinstance(key, str)] if isinstance(data, Mapping) else []
+        absent = [name for name in cls.guarded if name not in keys]
+        for key in keys:
+            meant = get_close_matches(key.lower(), absent, n=1, cutoff=_MISSPELLING_CUTOFF)
+            if meant and key not in cls.model_fields:
+                raise PydanticCustomError("unknown_key", _SLIP, {"key": key, "meant": meant[0]})
+        return data
+
+
+class SinkSection(Section):
+    """A section that switches a sink on; a bare true or false in its place does just that."""
+
+    enabled: Switch = False
+    """Send metrics there. Naming the sink in `monitoring.sinks` does the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_bare_switch(cls, data: Any) -> Any:
+        return {"enabled": data} if isinstance(data, bool) else data
+
+
+class SmartMode(Section):
+    """How smart mode measures."""
+
+    initial_profiling: Switch = True
+    """Observe one real step soon after the start; false waits for the first recalibration."""
+    calibration_enabled: Switch = True
+    """Correct the formula by what was observed; false keeps the uncorrected estimate."""
+    recalibration_frequency: Frequency = 1000
+    """Observe a step again every so many steps, in smart mode; 0 = never again after the first."""
+
+
+class HybridMode(Section):
+    """What hybrid mode may use."""
+
+    hardware_counters_enabled: Switch = True
+    """Read the device's own counters and show them beside the counted FLOPs."""
+    fallback_to_profiler: Switch = True
+    """Use the profiler where there are no counters; false counts as smart mode does."""
+
+
+class PhaseFrequency(Section):
+    """The measuring frequency after `set_training_phase`, by phase."""
+
+    warmup: Frequency = 1000
+    """Measure every so many steps in the warm-up phase; 0 = never again after the first."""
+    main: Frequency = 500
+    """The same in the main phase."""
+    finetune: Frequency = 200
+    """The same in the fine-tuning phase."""
+
+
+class PerformanceMonitoring(Section):
+    """When FLOPs are measured."""
+
+    measure_flops_frequency: Frequency = 500
+    """Measure the FLOPs of a step every so many steps; 0 = never again after the first."""
+    smart_mode: SmartMode = SmartMode()
+    hybrid_mode: HybridMode = HybridMode()
+    phase_frequency: PhaseFrequency = PhaseFrequency()
+
+
+class Monitoring(Section):
+    """What is measured, how often, and where it goes."""
+
+    mfu_calculation_mode: Mode = "smart"
+    """Where the FLOPs come from: an estimate corrected by observed steps, the profiler, the estimate alone, or hardware
+    counters beside the count."""
+    flops_profile_freq: Frequency | None = None
+    """Measure every so many steps; 0 = never again after the first. Stronger than `measure_flops_frequency`."""
+    convention: Literal["exact", "full"] = "exact"
+    """exact counts non-padding tokens and the query-key pairs that the mask lets through; full counts all of them."""
+    overhead_budget: Budget = 0.005
+    """The share of training time that flopmeter may cost; intervals are stretched to stay below it."""
+    peak_flop_per_s: FlopRate | None = None
+    """The peak of one device, for a device that is not on file or when you know better; not given: looked up."""
+    detail_every: Steps = 50
+    """Send the gradient norm and `perf/*` to the sinks every so many steps; the run file has every step."""
+    dataset_metrics_every: Steps = 10
+    """Send the loss and accuracy per dataset every so many steps."""
+    flush_every: Steps = 200
+    """Write the run file to disk at least every so many steps."""
+    flush_s: Seconds = 5.0
+    """Write the run file to disk at least every so many seconds."""
+    sinks: SinkNames = ("console",)
+    """Where metrics go besides the run file; the sinks that their own section enables are added."""
+    performance_monitoring: PerformanceMonitoring = PerformanceMonitoring()
+
+
+class MonitorFreq(Section):
+    """The older spelling of the measuring frequency."""
+
+    flops_profile_freq: Frequency | None = None
+    """Means the same as `monitoring.flops_profile_freq`, which is stronger."""
+
+
+class Monitor(Section):
+    """The older dialect, read for configs that have it."""
+
+    freq: MonitorFreq = MonitorFreq()
+
+
+class Wandb(SinkSection):
+    """Weights & Biases. What is not flopmeter's own here goes to `wandb.init` as it is."""
+
+    project: Text | None = None
+    """The project that the run is filed under."""
+    run_name: Text | None = None
+    """The run's display name; `name` means the same."""
+    tags: Texts = ()
+    """Tags of the run."""
+    log_dataset_metrics: Switch = True
+    """Send the metrics per dataset too."""
+    reduced_logging: Switch = False
+    """Send basic metrics half as often, and details at most every 100 steps."""
+    entity: Text | None = None
+    """For `wandb.init`: the user or team that owns the run."""
+    name: Text | None = None
+    """For `wandb.init`: means the same as `run_name`."""
+    group: Text | None = None
+    """For `wandb.init`: the group that the run belongs to."""
+    job_type: Text | None = None
+    """For `wandb.init`: the kind of run within its group."""
+    notes: Text | None = None
+    """For `wandb.init`: a longer description."""
+    dir: Text | None = None
+    """For `wandb.init`: the folder for its local files."""
+    id: Text | None = None
+    """For `wandb.init`: the run's unique id, needed to resume it."""
+    mode: WandbMode | None = None
+    """For `wandb.init`: whether it talks to the server; a bare `off` means disabled."""
+    resume: Switch | Literal["allow", "never", "must", "auto"] | None = None
+    """For `wandb.init`: whether a run with the same id is continued."""
+    resume_from: Text | None = None
+    """For `wandb.init`: the run and step to go on from."""
+    fork_from: Text | None = None
+    """For `wandb.init`: the run and step to branch off from."""
+    reinit: Switch | Literal["default", "return_previous", "finish_previous", "create_new"] | None = None
+    """For `wandb.init`: what happens to a run that is already active."""
+    force: Switch | None = None
+    """For `wandb.init`: stop when the user is not logged in."""
+    save_code: Switch | None = None
+    """For `wandb.init`: keep a copy of the main script."""
+    sync_tensorboard: Switch | None = None
+    """For `wandb.init`: copy TensorBoard's logs too."""
+    monitor_gym: Switch | None = None
+    """For `wandb.init`: record videos of gym environments."""
+    allow_val_change: Switch | None = None
+    """For `wandb.init`: let config values change later."""
+    config: Values | None = None
+    """For `wandb.init`: values to show as the run's config."""
+    config_include_keys: Texts | None = None
+    """For `wandb.init`: the config keys to keep."""
+    config_exclude_keys: Texts | None = None
+    """For `wandb.init`: the config keys to leave out."""
+    settings: Values | None = None
+    """For `wandb.init`: its own further settings."""
+
+    @model_validator(mode="after")
+    def _refuse_two_names(self) -> Wandb:
+        if self.run_name and self.name and self.run_name != self.name:
+            raise ValueError("run_name and name differ but mean the same (keep one of them)")
+        return self
+
+    def init_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `wandb.init`: only what was written, under its names."""
+        own = {"enabled", "run_name", "log_dataset_metrics", "reduced_logging"}
+        arguments = {name: getattr(self, name) for name in self.model_fields_set - own}
+        return {**arguments, "name": self.run_name} if self.run_name else arguments
+
+
+class Tensorboard(SinkSection):
+    """TensorBoard event files."""
+
+
+class Prometheus(SinkSection):
+    """A page that a Prometheus server can scrape."""
+
+    host: Host = "127.0.0.1"
+    """The address to listen on; the default is reachable from this machine only."""
+    port: Port = 9464
+    """The port to listen on."""
+
+
+class Training(SharedSection):
+    """The trainer's own section, of which flopmeter reads three keys."""
+
+    guarded: ClassVar[tuple[str, ...]] = ("logging_steps",)
+
+    logging_steps: Steps = 1
+    """Send basic metrics (loss, learning rate, epoch) every so many steps."""
+    eval_steps: Steps | RunShare | None = None
+    """The trainer's: kept, not used."""
+    save_steps: Steps | RunShare | None = None
+    """The trainer's: kept, not used."""
