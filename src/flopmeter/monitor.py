@@ -29,7 +29,7 @@ from flopmeter.config import MonitorConfig
 from flopmeter.devices import Peak, normalise_dtype, peak_flops
 from flopmeter.errors import FlopmeterError
 from flopmeter.flops.flop_count import FlopCount
-from flopmeter.flops.observe import Observation
+from flopmeter.flops.observe import ObservedStep
 from flopmeter.metrics import Step, Window, summarise
 from flopmeter.record import RunWriter, load_run, write_training_log
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
@@ -111,7 +111,7 @@ class TrainingMonitor:
         self._pending: deque[_PendingStep] = deque()
         self._workload = _Workload()
         self._model = model
-        self._observation: Observation | None = None
+        self._observation: ObservedStep | None = None
         self._counts: dict[_Workload, FlopCount] = {}
         self._peaks: dict[str, Peak | None] = {}
         self._num_steps = 0
@@ -285,7 +285,7 @@ class TrainingMonitor:
             return
         since = self._num_steps - WARMUP_STEPS
         if since == 0 or (self._interval.steps and since % self._interval.steps == 0):
-            self._observation = Observation([self._model])
+            self._observation = ObservedStep([self._model])
             self._observation.start()
 
     def _finish_observation(self) -> None:

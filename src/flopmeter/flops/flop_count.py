@@ -32,8 +32,8 @@ class FlopCount:
     """Model FLOPs by operator."""
     by_module: Mapping[str, float] = field(default_factory=dict)
     """Model FLOPs by the path of the innermost module that ran them; "" is the root or no module."""
-    pair_flop: float = 0
-    """The part of the model FLOPs that grows with query-key pairs; the rest grows with tokens."""
+    growth: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Model FLOPs by dtype, and there by what they grow with: tokens, pairs, patches, samples."""
     coverage: float | None = 1.0
     """Counted work over the work that is known to have happened; None when nothing tells."""
     uncounted: Mapping[str, int] = field(default_factory=dict)

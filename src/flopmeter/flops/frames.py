@@ -9,26 +9,44 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.utils.hooks import RemovableHandle
 
+Driver = Literal["token", "causal_pair", "full_pair", "other_pair", "patch", "patch_pair", "sample"]
+"""What an operator's work grows with when the batch changes."""
+
+_TEXT_INPUTS = ("input_ids", "inputs_embeds")
+_FIRST_TENSOR_NAMES = (*_TEXT_INPUTS, "hidden_states", "decoder_input_ids", "pixel_values", "input_features", "x")
+
 
 @dataclass(eq=False, slots=True)
 class Batch:
     """What one call of the root module was given."""
 
-    shape: tuple[int, ...] = ()
-    """(samples, length) of the text part, when there is one."""
+    samples: int = 0
+    """Size of the first dimension."""
+    length: int | None = None
+    """Tokens per sample, padding included; None for inputs that are no sequences."""
+    patches: int | None = None
+    """Rows of the vision tower: patches, or images where patches are made inside."""
     token_is_real: torch.Tensor | None = None
     """Boolean (samples, length), False on padding; None when nothing is padded or nothing tells."""
-    real_share: torch.Tensor | float = 1.0
-    """Share of tokens that are not padding: a device scalar until the step is over."""
     is_evaluation: bool = False
     """The root was entered with gradients off."""
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
+    """The call's arguments, kept only where an uncompiled twin may have to be counted with them."""
+
+    def lengths(self) -> list[int]:
+        """Tokens of each sample that are not padding. Reads from the device."""
+        if self.token_is_real is None:
+            return [self.length or 0] * self.samples
+        counts: list[int] = self.token_is_real.sum(1).tolist()
+        return counts
 
 
 @dataclass(eq=False, slots=True)
@@ -37,11 +55,13 @@ class Frame:
 
     path: str
     batch: Batch
-    is_token_wise: bool
-    """Its input has one row per token, so that its work shrinks with the padding."""
+    driver: Driver
+    """What its products grow with, attention apart."""
+    needed_flop: int = 0
+    """Forward FLOPs that its own weight matrix needs for the input it got: what a blind counter would miss."""
 
 
-NO_FRAME = Frame("", Batch(), False)
+NO_FRAME = Frame("", Batch(), "sample")
 
 
 class FrameTracker:
@@ -53,11 +73,20 @@ class FrameTracker:
         self._handles: list[RemovableHandle] = []
         self._sequence: list[int] = []
         self._frames: list[Frame] = []
+        self.batches: list[Batch] = []
+        """One per call of a root outside of any other module."""
+        self.needed: list[Frame] = []
+        """Frames of modules whose weight matrix tells what they need."""
 
     @property
     def depth(self) -> int:
         """Modules running now."""
         return len(self._stack)
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether any part of the roots runs compiled code."""
+        return any(is_compiled(module) for root in self._roots for module in root.modules())
 
     def current(self) -> Frame:
         """The innermost running module."""
@@ -70,11 +99,12 @@ class FrameTracker:
 
     def install(self) -> None:
         """Put hooks on every module of the roots that is not inside a compiled region."""
+        keeps_arguments = self.has_compiled
         for root in self._roots:
             for path, module in _visible_modules(root):
-                enter, leave = _Hook(self, path, module is root), _Leave(self)
+                enter = _EnterHook(self, path, module is root, keeps_arguments)
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-                self._handles.append(module.register_forward_hook(leave, always_call=True))
+                self._handles.append(module.register_forward_hook(_LeaveHook(self), always_call=True))
 
     def remove(self) -> None:
         """Take all hooks off again."""
@@ -82,24 +112,27 @@ class FrameTracker:
             handle.remove()
         self._handles.clear()
 
-    def enter(self, path: str, is_root: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A module starts."""
-        if is_root and not self._stack:
-            batch = read_batch(args, kwargs)
-            batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        else:
-            batch = self.current().batch
-        self._push(Frame(path, batch, _is_token_wise(args, kwargs, batch)))
+    def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
+        """A root is called from outside: what with?"""
+        batch = read_batch(args, kwargs)
+        batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if keeps_arguments:
+            batch.arguments = (args, kwargs)
+        self.batches.append(batch)
+        return batch
 
-    def leave(self) -> None:
+    def push(self, frame: Frame) -> None:
+        """A module starts."""
+        self._stack.append(frame)
+        self._mark(frame)
+        if frame.needed_flop and torch._C._current_graph_task_id() == -1:
+            self.needed.append(frame)
+
+    def pop(self) -> None:
         """The innermost module is done, or was left by an exception."""
         if self._stack:
             self._stack.pop()
             self._mark(self.current())
-
-    def _push(self, frame: Frame) -> None:
-        self._stack.append(frame)
-        self._mark(frame)
 
     def _mark(self, frame: Frame) -> None:
         # Nodes made from here on, until the next mark, belong to this frame.
@@ -113,22 +146,32 @@ class FrameTracker:
         return FrameTracker(())  # a copied model must not report to us
 
 
-class _Hook:
-    def __init__(self, tracker: FrameTracker, path: str, is_root: bool) -> None:
-        self._tracker, self._path, self._is_root = tracker, path, is_root
+@dataclass(eq=False, slots=True)
+class _EnterHook:
+    tracker: FrameTracker
+    path: str
+    is_root: bool
+    keeps_arguments: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            self._tracker.enter(self._path, self._is_root, args, kwargs)
+        if torch.compiler.is_compiling():
+            return
+        tracker = self.tracker
+        outer = tracker.current()
+        starts = self.is_root and outer is NO_FRAME
+        batch = tracker.start_batch(args, kwargs, self.keeps_arguments) if starts else outer.batch
+        tensor = _first_tensor(args, kwargs)
+        driver = _driver(tensor, batch, outer.driver if not starts else ("token" if batch.length else "sample"))
+        tracker.push(Frame(self.path, batch, driver, _needed_flop(module, tensor)))
 
 
-class _Leave:
-    def __init__(self, tracker: FrameTracker) -> None:
-        self._tracker = tracker
+@dataclass(eq=False, slots=True)
+class _LeaveHook:
+    tracker: FrameTracker
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._tracker.leave()
+            self.tracker.pop()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -146,28 +189,54 @@ def _visible_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.
 
 def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
     """Sizes and padding of what the root was called with, without reading a tensor."""
-    first = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if _is_tensor(kwargs.get(name))), None)
-    if first is None:
-        first = next((value for value in (*args, *kwargs.values()) if _is_tensor(value)), None)
-    if first is None or first.dim() < 2:
+    first = _first_tensor(args, kwargs)
+    if first is None or first.dim() == 0:
         return Batch()
-    batch = Batch(shape=tuple(first.shape[:2]))
+    is_sequence = first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point())
+    batch = Batch(samples=first.shape[0], length=first.shape[1] if is_sequence else None)
+    pixels, grid = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
+    if isinstance(pixels, torch.Tensor) and first is not pixels:
+        batch.patches = pixels.shape[0]
+    elif isinstance(grid, torch.Tensor):
+        batch.patches = grid.shape[0]
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and tuple(mask.shape) == batch.shape and not mask.dtype.is_floating_point:
+    is_mask = isinstance(mask, torch.Tensor) and tuple(mask.shape) == (batch.samples, batch.length)
+    if isinstance(mask, torch.Tensor) and is_mask and not mask.is_floating_point():
         batch.token_is_real = mask.bool()
-        batch.real_share = batch.token_is_real.sum(dtype=torch.float64) / mask.numel()
     return batch
 
 
-def _is_token_wise(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Batch) -> bool:
-    if batch.token_is_real is None:
-        return False
-    tensor = next((value for value in (*args, *kwargs.values()) if _is_tensor(value)), None)
+def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor that a module works on: the first positional one, else the first of the usual names."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return value
+    for name in _FIRST_TENSOR_NAMES:
+        if isinstance(value := kwargs.get(name), torch.Tensor):
+            return value
+    return next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
+
+
+def _driver(tensor: torch.Tensor | None, batch: Batch, inherited: Driver) -> Driver:
+    """What the rows of a module's input are; a module whose rows are none of these inherits (an expert, for one)."""
     if tensor is None or tensor.dim() < 2:
-        return False
-    samples, length = batch.shape
-    return tuple(tensor.shape[:2]) == batch.shape or tensor.shape[0] == samples * length
+        return inherited
+    rows, samples, length, patches = tensor.shape[0], batch.samples, batch.length, batch.patches
+    if length is not None:
+        is_grid = tensor.dim() > 2 or not tensor.is_floating_point()
+        if (is_grid and tuple(tensor.shape[:2]) == (samples, length)) or rows == samples * length:
+            return "token"
+        if rows == 1 and tensor.shape[1] == samples * length:
+            return "token"
+    if patches and (rows == patches or (patches % rows == 0 and patches // rows in (4, 9, 16))):
+        return "patch"
+    return "sample" if rows == samples and (length is None or tensor.dim() == 2) else inherited
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _needed_flop(module: nn.Module, tensor: torch.Tensor | None) -> int:
+    weight = module._parameters.get("weight")
+    if weight is None or tensor is None or weight.dim() != 2 or not tensor.is_floating_point() or not tensor.dim():
+        return 0
+    if tensor.shape[-1] not in weight.shape:
+        return 0
+    return 2 * prod(tensor.shape[:-1]) * weight.numel()

@@ -16,6 +16,10 @@ import torch
 BLOCKED_BELOW = -9999.0
 """An additive mask at or below this blocks a pair: older models use -1e4, others the dtype's minimum or -inf."""
 
+SCORE_PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm"})
+_SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax", "aten::softmax"})
+_MASKED_FILL = frozenset({"aten::masked_fill", "aten::masked_fill_"})
+_ADD = frozenset({"aten::add", "aten::add_"})
 _KEEPS_SCORES = frozenset({
     "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_alias", "aten::expand", "aten::transpose",
     "aten::permute", "aten::squeeze", "aten::unsqueeze", "aten::slice", "aten::select", "aten::alias", "aten::detach",
@@ -23,10 +27,7 @@ _KEEPS_SCORES = frozenset({
     "aten::div_", "aten::sub", "aten::sub_", "aten::tanh", "aten::clamp", "aten::nan_to_num", "aten::native_dropout",
     "aten::dropout",
 })  # fmt: skip
-_MASKED_FILL = frozenset({"aten::masked_fill", "aten::masked_fill_"})
-_ADD = frozenset({"aten::add", "aten::add_"})
-_SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax", "aten::softmax"})
-SCORE_PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm"})
+TRACKED = SCORE_PRODUCTS | _SOFTMAX | _MASKED_FILL | _ADD | _KEEPS_SCORES | {"aten::where"}
 
 
 @dataclass(eq=False, slots=True)
@@ -37,22 +38,24 @@ class Pairs:
     """True once a softmax over keys was seen."""
     allowed: list[torch.Tensor] = field(default_factory=list)
     """Boolean masks, True where a pair counts."""
-    share: torch.Tensor | float = 1.0
-    """Share of all pairs that count: a device scalar until the step is over."""
+    share: torch.Tensor | float | None = 1.0
+    """Share of all pairs that count: a device scalar until the step is over, None when the mask has no values."""
+    needed: float = 1.0
+    """Share of a fused backward's products whose results anyone wants (frozen keys need no gradient)."""
 
 
 class PairTracker:
     """Follows scores from the product that made them to the product that uses them, by tags on the tensors."""
 
     def __init__(self) -> None:
-        self._shares: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._shares: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
         self.by_sequence: dict[int, Pairs] = {}
         """Autograd sequence number of a forward attention product to its pairs: its gradients belong to it too."""
 
     def follow(self, op: str, args: tuple[Any, ...], out: Any, query_is_real: torch.Tensor | None) -> None:
         """Carry the tag of the scores through one operator that is not itself a matrix product."""
         pairs = _find_tag(args)
-        if pairs is None or not isinstance(out := _first_tensor(out), torch.Tensor):
+        if pairs is None or not isinstance(out := _first_of(out), torch.Tensor):
             return
         if op in _SOFTMAX:
             if args[1] in (-1, args[0].dim() - 1) and not pairs.is_attention:
@@ -76,14 +79,15 @@ class PairTracker:
 
     def share(
         self, allowed: list[torch.Tensor], scores_shape: torch.Size, query_is_real: torch.Tensor | None
-    ) -> torch.Tensor | float:
+    ) -> torch.Tensor | float | None:
         """Share of the pairs that all masks let through and whose query is no padding, as a device scalar."""
         if not allowed:
             return 1.0
-        key = (*map(id, allowed), id(query_is_real), *scores_shape)
-        if key not in self._shares:
-            keep = [*allowed, query_is_real] if query_is_real is not None else list(allowed)
-            self._shares[key] = (keep, _share(allowed, scores_shape, query_is_real))
+        if any(mask.is_meta for mask in allowed):
+            return None
+        key = (*map(_identity, allowed), id(query_is_real), *scores_shape[-2:])
+        if key not in self._shares:  # the masks are kept, so that no other tensor can take their place in memory
+            self._shares[key] = (allowed, _share(allowed, scores_shape, query_is_real))
         return self._shares[key][1]
 
 
@@ -92,24 +96,39 @@ def allowed_by(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > BLOCKED_BELOW
 
 
+def explicit_mask(bound: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask tensor that was passed to a fused attention operator."""
+    for name in ("attn_mask", "attn_bias", "bias"):
+        mask = bound.get(name)
+        if isinstance(mask, torch.Tensor):
+            return mask
+    return None
+
+
 def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.Tensor | None) -> torch.Tensor:
-    kept = allowed[0]
+    kept = allowed_by(allowed[0])
     for mask in allowed[1:]:
-        kept = kept & mask
+        kept = kept & allowed_by(mask)
+    if kept.dim() == 3 and query_is_real is not None and kept.shape[0] % query_is_real.shape[0] == 0:
+        kept = kept.view(query_is_real.shape[0], -1, *kept.shape[1:])  # samples and heads in one dimension
     while kept.dim() < 4:
         kept = kept.unsqueeze(0)
     num_queries, num_keys = shape[-2], shape[-1]
     if query_is_real is not None and query_is_real.shape[1] == num_queries:
-        kept = kept & query_is_real[:, None, :, None]
+        kept = kept & query_is_real.to(kept.device)[:, None, :, None]
     kept = kept.expand(*kept.shape[:-2], num_queries, num_keys)
-    return kept.sum(dtype=torch.float64) / kept.numel()
+    return kept.sum(dtype=torch.float64) / max(kept.numel(), 1)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor._version, *tensor.shape, *tensor.stride()
 
 
 def _mask_of(op: str, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """The pairs that an operator on scores lets through, or None when it does no masking that we know."""
+    """The mask that an operator puts on scores, or None when it does no masking that we know."""
     if op in _ADD and isinstance(args[1], torch.Tensor):
-        mask = args[1] if _tag_of(args[0]) is not None else args[0]
-        return allowed_by(mask)
+        mask: torch.Tensor = args[1] if _tag_of(args[0]) is not None else args[0]
+        return mask
     if op in _MASKED_FILL:
         blocked: torch.Tensor = args[1]
         return ~blocked
@@ -135,14 +154,5 @@ def _find_tag(args: tuple[Any, ...]) -> Pairs | None:
     return None
 
 
-def _first_tensor(out: Any) -> Any:
+def _first_of(out: Any) -> Any:
     return out[0] if isinstance(out, (tuple, list)) and out else out
-
-
-def explicit_mask(bound: Mapping[str, Any]) -> torch.Tensor | None:
-    """The mask tensor that was passed to a fused attention operator."""
-    for name in ("attn_mask", "attn_bias", "bias"):
-        mask = bound.get(name)
-        if isinstance(mask, torch.Tensor):
-            return mask
-    return None

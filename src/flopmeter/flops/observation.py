@@ -1,0 +1,331 @@
+"""What did every operator of a stretch of code do? Watches one training step, and changes nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flopmeter.flops import formulas
+from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.formulas import Formula, Spec, Work
+from flopmeter.flops.frames import Batch, Frame, FrameTracker
+from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask
+
+WorkPhase = Literal["forward", "backward", "recompute", "optimizer", "evaluation"]
+
+_ENGINE = "_engine_run_backward"  # backward() and grad() both call the engine through this name of torch.autograd
+_MATRIX_WORDS = ("mm", "conv", "attention", "linear", "lstm", "gru", "rnn", "fft", "matmul", "einsum")
+_KNOWN_NAMESPACES = frozenset(
+    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
+)
+_WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
+"""Operators that call another one, and where among their arguments it stands."""
+_ATTENTION_FAMILIES = frozenset({"attention", "packed_attention", "flash_attn", "flex_attention"})
+
+
+class Call(NamedTuple):
+    """One operator that did matrix work."""
+
+    phase: WorkPhase
+    frame: Frame
+    op: str
+    dtype: str
+    is_attention: bool
+    """A fused attention operator; attention made of plain products is told by `pairs`."""
+    work: Work | Callable[[], Work]
+    """A function where integers have to be read from the device first."""
+    pairs: Pairs | None
+    """Which share of the pairs counts, where a mask decides."""
+
+
+class Observation:
+    """Everything that was seen between `start` and `stop`.
+
+    Args:
+        roots: The modules that the code calls: they name the work, and tell training from evaluation.
+        count_fake: Count operators on fake tensors too.
+        count_evaluation: Count a root that is called with gradients off.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], *, count_fake: bool = False, count_evaluation: bool = False) -> None:
+        self.calls: list[Call] = []
+        self.uncounted: dict[str, int] = {}
+        self.roots = roots
+        self._frames = FrameTracker(roots)
+        self._pairs = PairTracker()
+        self._mode = _Mode(self._take, count_fake)
+        self._count_evaluation = count_evaluation
+        self._creates_graph: list[bool] = []
+        self._is_in_optimizer = False
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def batches(self) -> list[Batch]:
+        """What the roots were called with, one per call."""
+        return self._frames.batches
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether any part of the roots runs compiled code."""
+        return self._frames.has_compiled
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._frames.install()
+        self._undo = [self._frames.remove, *_watch_optimizers(self._set_in_optimizer), self._watch_backward()]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Stop watching and take everything away again."""
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def result(self, convention: Convention = "exact") -> FlopCount:
+        """The FLOPs of what was seen. Reads the mask sums from the device."""
+        from flopmeter.flops.tally import tally
+
+        return tally(self.calls, self._frames.needed, self.uncounted, convention)
+
+    def _set_in_optimizer(self, is_in: bool) -> None:
+        self._is_in_optimizer = is_in
+
+    def _watch_backward(self) -> Callable[[], None]:
+        """Note whether a backward pass builds a graph: its gradient work then looks like recomputation."""
+        original = getattr(torch.autograd, _ENGINE)
+
+        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._creates_graph.append(bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)))
+            try:
+                return original(outputs, *args, **kwargs)
+            finally:
+                self._creates_graph.pop()
+
+        setattr(torch.autograd, _ENGINE, run_backward)
+
+        def undo() -> None:
+            if getattr(torch.autograd, _ENGINE) is run_backward:
+                setattr(torch.autograd, _ENGINE, original)
+
+        return undo
+
+    def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        op = _name_of(func)
+        if op in _WRAPPERS:  # a compiled, checkpointed random operator comes wrapped with its random state
+            position = _WRAPPERS[op]
+            self._take(args[position], args[position + 1 :], kwargs, out[1] if position == 0 else out)
+            return
+        formula = formulas.find(op)
+        if formula is None:
+            if op in TRACKED:
+                self._pairs.follow(op, args, out, self._frames.current().batch.token_is_real)
+            else:
+                self._note_uncounted(op)
+            return
+        node = _gradient_node() if not self._frames.depth else None
+        frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
+        bound = bind(formula, func, args)
+        self.calls.append(
+            Call(
+                phase=self._phase(frame),
+                frame=frame,
+                op=op,
+                dtype=_dtype_of(args),
+                is_attention=formula.family in _ATTENTION_FAMILIES,
+                work=_work(formula, bound, kwargs, out),
+                pairs=self._pairs_of(op, formula, args, {**bound, **kwargs}, out, frame, node),
+            )
+        )
+
+    def _phase(self, frame: Frame) -> WorkPhase:
+        if torch._C._current_graph_task_id() == -1:
+            if self._is_in_optimizer:
+                return "optimizer"
+            return "evaluation" if frame.batch.is_evaluation and not self._count_evaluation else "forward"
+        if not torch.is_grad_enabled():
+            return "backward"
+        builds_graph = bool(self._creates_graph) and self._creates_graph[-1]
+        return "backward" if builds_graph and not self._frames.depth else "recompute"
+
+    def _pairs_of(
+        self,
+        op: str,
+        formula: Formula,
+        args: tuple[Any, ...],
+        bound: Mapping[str, Any],
+        out: Any,
+        frame: Frame,
+        node: Any,
+    ) -> Pairs | None:
+        if formula.family == "flex_attention":
+            return _flex_pairs(bound)
+        if formula.family in _ATTENTION_FAMILIES:
+            return self._fused_pairs(bound, frame, node)
+        if op not in SCORE_PRODUCTS:
+            return None
+        known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
+        if known is not None:
+            return known
+        pairs = self._pairs.product(args, out)
+        if torch.is_grad_enabled():
+            self._pairs.by_sequence[_get_sequence_nr() - 1] = pairs
+        return pairs
+
+    def _fused_pairs(self, bound: Mapping[str, Any], frame: Frame, node: Any) -> Pairs | None:
+        query, key, value = (bound.get(name) for name in ("query", "key", "value"))
+        if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
+            return None
+        pairs = Pairs(is_attention=True, needed=_needed_gradients(node, query.shape[-1], value.shape[-1]))
+        mask = explicit_mask(bound)
+        if mask is not None:
+            shape = torch.Size((query.shape[-2], key.shape[-2]))
+            pairs.share = self._pairs.share([mask], shape, frame.batch.token_is_real)
+        elif pairs.needed == 1:
+            return None
+        else:
+            pairs.is_attention = False  # the formula's own pairs count
+        return pairs
+
+    def _note_uncounted(self, op: str) -> None:
+        namespace, _, name = op.partition("::")
+        is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS)
+        if is_matrix_like or namespace not in _KNOWN_NAMESPACES:
+            self.uncounted[op] = self.uncounted.get(op, 0) + 1
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands every operator to the observation after it ran."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, take: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None], count_fake: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._take = take
+        self._count_fake = count_fake
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Without this, torch runs a compiled model eagerly from here on, for good.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if types and any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # the local operators arrive next, with the shapes this rank computes
+        out = func(*args, **kwargs)
+        # DTensor's sharding propagation tries operators on fake tensors: no work is done there.
+        if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
+            self._take(func, args, kwargs, out)
+        return out
+
+
+def _gradient_node() -> Any:
+    """The autograd node that runs now, or None outside of a backward pass."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def _needed_gradients(node: Any, key_dim: int, value_dim: int) -> float:
+    """Share of a fused attention backward that somebody wants.
+
+    Of its four products the gradients of queries and keys take one each over the head's width, that of the values one
+    over the values' width, and both of the former need the gradient of the probabilities, over the values' width again.
+    """
+    if node is None or "Att" not in node.name() or len(node.next_functions) < 3:
+        return 1.0  # not the attention's own node: a compiled graph's, whose inputs are other tensors
+    query, key, value = (function is not None for function, _ in node.next_functions[:3])
+    wanted = (query + key) * key_dim + value * value_dim + (query or key) * value_dim
+    return wanted / (2 * key_dim + 2 * value_dim)
+
+
+def _flex_pairs(bound: Mapping[str, Any]) -> Pairs | None:
+    """flex_attention says by a function which pairs count: ask it for every pair."""
+    block_mask, query, key = (bound.get(name) for name in ("block_mask", "query", "key"))
+    if not (isinstance(block_mask, tuple) and callable(block_mask[-1])):
+        return None
+    assert isinstance(query, torch.Tensor)
+    assert isinstance(key, torch.Tensor)
+    num_blocks = next(item for item in block_mask if isinstance(item, torch.Tensor))
+    sizes = (*num_blocks.shape[:2], query.shape[-2], key.shape[-2])
+    index = torch.meshgrid(*(torch.arange(size, device=query.device) for size in sizes), indexing="ij")
+    allowed = block_mask[-1](*index)
+    return Pairs(is_attention=True, share=allowed.sum(dtype=torch.float64) / max(allowed.numel(), 1))
+
+
+def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments by the names of the operator's schema, or of the formula where it has none."""
+    schema = getattr(func, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else formula.parameters
+    return dict(zip(names, args, strict=False))
+
+
+def _work(formula: Formula, bound: Mapping[str, Any], kwargs: Mapping[str, Any], out: Any) -> Work | Callable[[], Work]:
+    named = {name: value for name, value in kwargs.items() if name != "out"}  # mm(a, b, out=c) needs what mm(a, b) does
+    if formula.wants_out:
+        named["out"] = out
+    if not formula.values:
+        return formula(*map(_spec, bound.values()), **{name: _spec(value) for name, value in named.items()})
+    # Offsets are copied now and read after the step: reading here would wait for the device.
+    copies = {name: _copied(value) if name in formula.values else _spec(value) for name, value in bound.items()}
+    named = {name: _copied(value) if name in formula.values else _spec(value) for name, value in named.items()}
+    return lambda: formula(*map(_read, copies.values()), **{name: _read(value) for name, value in named.items()})
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        nnz = value._nnz() if value.layout not in (torch.strided, torch.jagged) else None
+        return Spec(tuple(value.shape), str(value.dtype).removeprefix("torch."), None, nnz)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_spec(item) for item in value)
+    return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return tuple(_copied(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        readable = not (value.is_meta or value.is_floating_point())
+        integers = tuple(value.flatten().tolist()) if readable else None
+        return _spec(value)._replace(values=integers)
+    return tuple(_read(item) for item in value) if type(value) in (list, tuple) else value
+
+
+def _name_of(func: Any) -> str:
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return str(schema.name)
+    return f"higher_order::{func.name() if callable(getattr(func, 'name', None)) else func}"
+
+
+def _dtype_of(args: Iterable[Any]) -> str:
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype).removeprefix("torch.")
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return _dtype_of(value)
+    return "unknown"
+
+
+def _watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], None]]:
+    def enter(*_: Any) -> None:
+        set_inside(True)
+
+    def leave(*_: Any) -> None:
+        set_inside(False)
+
+    before = register_optimizer_step_pre_hook(enter)
+    after = register_optimizer_step_post_hook(leave)
+    return [before.remove, after.remove]

@@ -1,0 +1,258 @@
+"""What would one step of this model cost? Counting beside the training run, if possible without running anything.
+
+    count_flops(model, (8, 2048)).model_flop
+    count_flops(model, batch, training=False).forward_flop
+
+The model runs on shapes only (see `shadow`): no weight is read, copied or moved, and a 70B model needs no memory. A
+model that cannot run so (code that looks at values which depend on weights) is run for real on a small batch, and the
+result says so. Either way the model, its gradients, buffers, hooks and flags, and the random state are as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from flopmeter.errors import CountError
+from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.inputs import build_inputs
+from flopmeter.flops.observation import Observation
+from flopmeter.flops.shadow import shadow
+
+MAX_REAL_ELEMENTS = 1 << 14
+"""A real run takes the whole batch up to this many tokens (or pixels / 256), else one sample, scaled."""
+
+_EXPERTS = "_experts_implementation"
+_SHAPE_ONLY_EXPERTS = "batched_mm"
+
+
+def count_flops(
+    model: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor,
+    training: bool = True,
+    convention: Convention = "exact",
+) -> FlopCount:
+    """Count the FLOPs of one forward (and backward) pass.
+
+    Args:
+        batch: What the model is called with: keyword arguments, positional arguments, one tensor, or two whole numbers
+            (batch size, length), from which inputs are built.
+        training: Forward and backward; False counts the forward pass alone.
+
+    Raises:
+        CountError: The model can be run neither on shapes nor for real; the message has both reasons.
+    """
+    args, kwargs = _arguments(unwrap(model), batch)
+    return count_call(model, args, kwargs, training, convention)
+
+
+def count_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: bool = True,
+    convention: Convention = "exact",
+) -> FlopCount:
+    """`count_flops` for the call `model(*args, **kwargs)`."""
+    target, kwargs = unwrap(model), dict(kwargs)
+    attempts: dict[str, Callable[[], FlopCount]] = {
+        "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention),
+        "meta, experts as batched products": lambda: _count_with_other_experts(
+            target, args, kwargs, training, convention
+        ),
+        "real": lambda: _count_for_real(target, args, kwargs, training, convention),
+    }
+    reasons = []
+    for method, attempt in attempts.items():
+        try:
+            count = attempt()
+        except _NotApplicableError:
+            continue
+        except Exception as error:  # noqa: BLE001 - a user's model may raise anything; the next way is tried
+            reasons.append(f"{method}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
+        fell_back = tuple(f"Could not be counted as {reason}" for reason in reasons)
+        return replace(count, method=count.method or method, left_out=(*count.left_out, *fell_back))
+    raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {'; '.join(reasons)}")
+
+
+class _NotApplicableError(Exception):
+    """This way of counting has nothing to offer for this model."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's, DDP's and similar wrappers."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+            model = model.module  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        if len(batch) == 2 and all(isinstance(size, int) and not isinstance(size, bool) for size in batch):
+            return (), build_inputs(model, batch[0], batch[1])
+        return tuple(batch), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    raise CountError(f"a batch is a mapping, a sequence or a tensor, not {type(batch).__name__}")
+
+
+def _count_on_shapes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, convention: Convention
+) -> FlopCount:
+    tensors = _shape_only_state(model)
+    with _untouched(model), shadow():
+        return _observed(model, tensors, args, kwargs, training, convention)
+
+
+def _count_with_other_experts(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, convention: Convention
+) -> FlopCount:
+    """Experts that loop over the tokens each received need values; as one batched product they need none."""
+    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), _EXPERTS)}
+    if not configs:
+        raise _NotApplicableError
+    before = {key: getattr(config, _EXPERTS) for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            setattr(config, _EXPERTS, _SHAPE_ONLY_EXPERTS)
+        return _count_on_shapes(model, args, kwargs, training, convention)
+    finally:
+        for key, config in configs.items():
+            setattr(config, _EXPERTS, before[key])
+
+
+def _count_for_real(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, convention: Convention
+) -> FlopCount:
+    """Run the model itself, on copies of its buffers; of a large batch only the first sample, scaled."""
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise _NotApplicableError
+    samples, elements = _batch_size(args, kwargs)
+    scale = samples if elements > MAX_REAL_ELEMENTS and samples > 1 else 1
+    if scale > 1:
+        args, kwargs = _first_sample((args, kwargs), samples)
+    tensors = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with _untouched(model):
+        count = _observed(model, tensors, args, kwargs, training, convention)
+    if scale == 1:
+        return replace(count, method="real")
+    return replace(_scaled(count, scale), method=f"real, one sample of {scale}, scaled")
+
+
+def _observed(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    training: bool,
+    convention: Convention,
+) -> FlopCount:
+    observation = Observation([model], count_fake=True, count_evaluation=True)
+    # Backward runs inside too: checkpointing calls the model again from there.
+    with torch.set_grad_enabled(training), _reparametrize_module(model, dict(tensors), tie_weights=True):
+        observation.start()
+        try:
+            loss = _loss(model(*args, **kwargs))
+            if training and loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            observation.stop()
+        return replace(observation.result(convention), method="")
+
+
+def _loss(out: Any) -> torch.Tensor | None:
+    """The model's own loss, or the sum of all it returns; None when nothing can be trained."""
+    own = getattr(out, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad:
+        return own.sum()
+    parts = [t.sum() for t in _outputs(out) if t.requires_grad and t.is_floating_point()]
+    return torch.stack([part.to(parts[0].dtype) for part in parts]).sum() if parts else None
+
+
+def _outputs(out: Any) -> Iterator[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, Mapping):
+        for value in out.values():
+            yield from _outputs(value)
+    elif isinstance(out, (list, tuple)):
+        for value in out:
+            yield from _outputs(value)
+    elif is_dataclass(out) and not isinstance(out, type):
+        for field in fields(out):
+            yield from _outputs(getattr(out, field.name))
+
+
+def _shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters without values, and buffers with them: masks and positions live there."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise CountError("its parameters are sharded: observe a training step instead")
+        empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
+        tensors[name] = empty.requires_grad_(parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        tensors[name] = buffer if buffer.is_meta else buffer.clone()
+    return tensors
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Random state as before, no hook of the user's called, compiled modules run as they were written."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in model.modules():
+            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+                hooks = getattr(module, name)
+                if hooks and not any(_changes_weights(hook) for hook in hooks.values()):
+                    stack.callback(setattr, module, name, hooks)
+                    setattr(module, name, type(hooks)())
+        yield
+
+
+def _changes_weights(hook: Any) -> bool:
+    """Weight norm and its kin are hooks that make the weights: the model does not run without them."""
+    return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.nn.utils")
+
+
+def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim() > 0]
+    if not tensors:
+        return 1, 0
+    return tensors[0].shape[0], max(t.numel() if not t.is_floating_point() else t.numel() // 256 for t in tensors)
+
+
+def _first_sample(value: Any, samples: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[:1] if value.dim() > 0 and value.shape[0] == samples else value
+    if isinstance(value, Mapping):
+        return {key: _first_sample(item, samples) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_first_sample(item, samples) for item in value)
+    return value
+
+
+def _scaled(count: FlopCount, scale: int) -> FlopCount:
+    changed: dict[str, Any] = {}
+    for field in fields(count):
+        value = getattr(count, field.name)
+        if field.name.endswith("_flop"):
+            changed[field.name] = value * scale
+        elif field.name in ("by_dtype", "hardware_by_dtype", "by_op", "by_module"):
+            changed[field.name] = {key: flop * scale for key, flop in value.items()}
+    return replace(count, **changed)
