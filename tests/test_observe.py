@@ -1,0 +1,375 @@
+"""The observed step in the situations that training code makes: every expected number is derived by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flopmeter.flops.flop_count import FlopCount
+from flopmeter.flops.formulas import _registry, formula
+from flopmeter.flops.observe import observe
+
+ROWS, WIDTH = 4, 8
+UNIT = 2 * ROWS * WIDTH * WIDTH
+"""One square layer, one direction."""
+
+
+class Stack(nn.Module):
+    """Square linear layers without bias: every product costs one UNIT."""
+
+    def __init__(self, num_layers: int = 2, checkpointing: str | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.checkpointing:
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant").relu()
+            else:
+                x = layer(x).relu()
+        return x
+
+
+def rows(requires_grad: bool = False) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, requires_grad=requires_grad)
+
+
+def units(count: FlopCount) -> dict[str, float]:
+    """The phases in multiples of one layer's product."""
+    phases = {name: getattr(count, f"{name}_flop") / UNIT for name in ("forward", "backward", "recompute", "optimizer")}
+    return {name: value for name, value in phases.items() if value}
+
+
+def test_the_first_layers_input_needs_no_gradient() -> None:
+    model = Stack(2)
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    assert units(step.result()) == {"forward": 2, "backward": 3}
+    assert step.result().coverage == 1.0
+    assert step.result().uncounted == {}
+
+
+def test_frozen_layers_cost_only_the_gradients_that_pass_through_them() -> None:
+    model = Stack(3)
+    model.layers[0].requires_grad_(False)
+    model.layers[2].requires_grad_(False)
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    # Weight of the middle layer, and the way to it through the last.
+    assert units(step.result()) == {"forward": 3, "backward": 2}
+
+
+def test_gradient_accumulation_adds_its_micro_batches() -> None:
+    model, optimizer = Stack(2), torch.optim.SGD(Stack(2).parameters(), lr=0.1)
+    with observe(model) as step:
+        for _ in range(4):
+            model(rows()).sum().backward()
+        optimizer.step()
+    assert units(step.result()) == {"forward": 8, "backward": 12}
+
+
+def test_evaluation_in_between_is_no_training() -> None:
+    model = Stack(2)
+    with observe(model) as step:
+        with torch.no_grad():
+            model(rows())
+        model(rows()).sum().backward()
+        with torch.inference_mode():
+            model.eval()(rows())
+    assert units(step.result()) == {"forward": 2, "backward": 3}
+
+
+def test_a_frozen_part_inside_the_model_under_no_grad_is_training_all_the_same() -> None:
+    class Frozen(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                x = self.layers[0](x)
+            return self.layers[1](x)
+
+    model = Frozen()
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    assert units(step.result()) == {"forward": 2, "backward": 1}
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
+def test_checkpointing_is_recomputation_and_not_model_flop(kind: str) -> None:
+    model = Stack(2, checkpointing=kind)
+    with observe(model) as step:
+        model(rows(requires_grad=True)).sum().backward()
+    # A single product saves nothing that needs running it again, so non-reentrant checkpointing stops before it.
+    recompute = {"recompute": 2} if kind == "reentrant" else {}
+    assert units(step.result()) == {"forward": 2, "backward": 4} | recompute
+
+
+def test_non_reentrant_checkpointing_runs_again_all_but_the_last_product() -> None:
+    model = Stack(3)
+    with observe(model) as step:
+        checkpoint(model, rows(requires_grad=True), use_reentrant=False).sum().backward()
+    # relu saves its own result, so the last product is needed again too.
+    assert units(step.result()) == {"forward": 3, "backward": 6, "recompute": 3}
+
+
+def test_a_gradient_penalty_is_gradient_work() -> None:
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False), rows(requires_grad=True)
+    with observe(model) as step:
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+    # y = xW', then g = 2yW by a product of its own; its backward: dg W' and y'dg, then through y: x'dy and dy W.
+    assert units(step.result()) == {"forward": 1, "backward": 1 + 2 + 2}
+
+
+def test_several_models_and_several_backward_passes() -> None:
+    generator, critic = Stack(1), Stack(1)
+    with observe(generator, critic) as step:
+        critic(generator(rows()).detach()).sum().backward()
+        critic(generator(rows())).sum().backward()
+    assert units(step.result()) == {"forward": 4, "backward": 1 + 3}
+
+
+def test_autocast_counts_by_the_dtype_of_the_operation() -> None:
+    model = Stack(2)
+    with observe(model) as step, torch.autocast("cpu", torch.bfloat16):
+        model(rows()).float().sum().backward()
+    assert step.result().by_dtype == {"bfloat16": 5 * UNIT}
+
+
+def test_matrix_work_of_the_optimizer_is_told_apart() -> None:
+    class Muonlike(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad @ parameter.grad.T)
+
+    model = Stack(1)
+    optimizer = Muonlike(model.parameters(), lr=0.1)
+    with observe(model) as step:
+        model(rows()).sum().backward()
+        optimizer.step()
+    count = step.result()
+    assert count.optimizer_flop == 2 * WIDTH**3
+    assert count.model_flop == 2 * UNIT
+    assert count.hardware_flop == 2 * UNIT + 2 * WIDTH**3
+
+
+def test_torch_func_is_counted() -> None:
+    model = Stack(1)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    with observe(model) as step:
+        torch.func.grad(loss)(parameters, rows())
+    assert step.result().model_flop == 2 * UNIT
+
+
+def test_work_is_named_by_the_module_that_did_it_forward_and_backward() -> None:
+    model = Stack(2)
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    assert step.result().by_module == {"layers.0": 2 * UNIT, "layers.1": 3 * UNIT}
+
+
+def test_work_outside_of_any_module_is_counted() -> None:
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    with observe() as step:
+        (rows() @ weight).sum().backward()
+    assert units(step.result()) == {"forward": 1, "backward": 1}
+
+
+HEADS, LENGTH, HEAD_DIM, SAMPLES = 2, 6, 4, 3
+
+
+class Attention(nn.Module):
+    """Causal attention without projections, three ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.kind == "fused":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.kind == "math":
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.kind == "mask":
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        scores = q @ k.transpose(-1, -2) / HEAD_DIM**0.5
+        blocked = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        if self.kind == "masked_fill":
+            scores = scores.masked_fill(blocked, float("-inf"))
+        elif self.kind == "where":
+            scores = torch.where(blocked, torch.finfo(scores.dtype).min, scores)
+        else:
+            scores = scores + torch.zeros(LENGTH, LENGTH).masked_fill(blocked, -1e4)
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("kind", ["fused", "math", "mask", "masked_fill", "where", "additive"])
+def test_causal_attention_counts_the_same_whatever_the_kernel(kind: str) -> None:
+    model = Attention(kind)
+    q, k, v = (torch.randn(SAMPLES, HEADS, LENGTH, HEAD_DIM, requires_grad=True) for _ in range(3))
+    with observe(model) as step:
+        model(q, k, v).sum().backward()
+    pairs = SAMPLES * HEADS * LENGTH * (LENGTH + 1) // 2
+    exact, full = step.result("exact"), step.result("full")
+    # Two products forward and four backward, each one multiply-add per pair and head dimension.
+    assert (exact.forward_flop, exact.backward_flop) == pytest.approx((4 * HEAD_DIM * pairs, 8 * HEAD_DIM * pairs))
+    all_pairs = SAMPLES * HEADS * LENGTH**2
+    assert (full.forward_flop, full.backward_flop) == (4 * HEAD_DIM * all_pairs, 8 * HEAD_DIM * all_pairs)
+
+
+def test_a_softmax_that_is_no_attention_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Softmax(-1), nn.Linear(WIDTH, WIDTH, bias=False))
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    assert units(step.result()) == {"forward": 2, "backward": 3}
+
+
+def test_padding_shrinks_exact_and_not_full() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, WIDTH)
+            self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.pooler = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.layer(self.embedding(input_ids))
+            return self.pooler(hidden[:, 0]).sum()
+
+    model = Tagger()
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    with observe(model) as step:
+        model(torch.zeros(2, 5, dtype=torch.long), attention_mask=mask).backward()
+    token, sample = 2 * WIDTH * WIDTH, 2 * 2 * WIDTH * WIDTH
+    assert step.result("full").forward_flop == 10 * token + sample
+    assert step.result("exact").forward_flop == pytest.approx(7 * token + sample)
+    assert step.result("exact").growth == {"float32": {"token": pytest.approx(21 * token), "sample": 3 * sample}}
+
+
+@pytest.fixture
+def custom_op() -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    library = torch.library.Library("flopmeter_test", "DEF")
+    library.define("twice_mm(Tensor a, Tensor b) -> Tensor")
+    library.impl("twice_mm", lambda a, b: 2 * a.mm(b), "CPU")
+    yield torch.ops.flopmeter_test.twice_mm
+    library._destroy()
+    _registry.pop("flopmeter_test::twice_mm", None)
+
+
+def test_an_operator_without_a_formula_is_named(custom_op: Callable[..., torch.Tensor]) -> None:
+    with observe() as step:
+        custom_op(rows(), torch.randn(WIDTH, WIDTH))
+    assert step.result().uncounted == {"flopmeter_test::twice_mm": 1}
+
+
+def test_a_formula_of_the_users_counts_it(custom_op: Callable[..., torch.Tensor]) -> None:
+    @formula("flopmeter_test::twice_mm")
+    def twice_mm(a: Any, b: Any) -> int:
+        return int(2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+    with observe() as step:
+        custom_op(rows(), torch.randn(WIDTH, WIDTH))
+    assert step.result().uncounted == {}
+    assert step.result().forward_flop == UNIT
+
+
+def test_a_module_whose_work_was_not_seen_lowers_the_coverage() -> None:
+    class Opaque(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(x.detach().numpy() @ self.weight.detach().numpy().T)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Opaque(WIDTH, WIDTH, bias=False))
+    with observe(model) as step:
+        model(rows())
+    assert step.result().coverage == pytest.approx(0.5)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_observing_changes_no_number(watch: bool) -> None:
+    def run(watched: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 2))
+        optimizer, losses = torch.optim.Adam(model.parameters()), []
+        for _ in range(3):
+            with observe(model) if watched else nullcontext():
+                loss = model(torch.randn(2, 3, 6, 6)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, state_of(model), torch.get_rng_state()
+
+    losses, state, rng = run(watch)
+    plain_losses, plain_state, plain_rng = run(False)
+    assert losses == plain_losses
+    assert all(torch.equal(state[name], plain_state[name]) for name in plain_state)
+    assert torch.equal(rng, plain_rng)
+
+
+def test_hooks_and_patches_are_gone_afterwards() -> None:
+    model = Stack(2)
+    engine = torch.autograd._engine_run_backward
+    handle = model.layers[0].register_forward_hook(lambda *_: None)
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    assert torch.autograd._engine_run_backward is engine
+    assert len(model.layers[0]._forward_hooks) == 1
+    handle.remove()
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert step.result().model_flop == 5 * UNIT
+
+
+def test_an_exception_inside_leaves_nothing_behind() -> None:
+    model = Stack(2)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), observe(model):
+        model(torch.randn(ROWS, WIDTH + 1))
+    assert all(not module._forward_hooks for module in model.modules())
+    with observe(model) as step:
+        model(rows())
+    assert units(step.result()) == {"forward": 2}
+
+
+def test_a_model_copied_during_the_step_does_not_report() -> None:
+    model = Stack(1)
+    with observe(model) as step:
+        twin = copy.deepcopy(model)
+        model(rows()).sum().backward()
+    twin(rows())
+    assert units(step.result()) == {"forward": 1, "backward": 1}
+
+
+def test_zero_size_batches_cost_nothing() -> None:
+    model = Stack(2)
+    with observe(model) as step:
+        model(torch.randn(0, WIDTH)).sum().backward()
+    assert step.result().model_flop == 0
+    assert step.result().coverage == 1.0
+
+
+def test_a_users_own_mode_inside_the_step_keeps_its_results() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Stack(2)
+    with observe(model) as step, FlopCounterMode(display=False) as theirs:
+        model(rows()).sum().backward()
+    assert theirs.get_total_flops() == 5 * UNIT
+    assert step.result().model_flop == 5 * UNIT

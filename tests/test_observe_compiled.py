@@ -1,0 +1,130 @@
+"""Compiled models: they are counted right, and they still run compiled code afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from flopmeter.flops.observe import observe
+
+SAMPLES, LENGTH, WIDTH, HEADS = 2, 8, 16, 2
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning", "ignore:.*:UserWarning"
+)
+
+
+class Block(nn.Module):
+    """Four projections and causal attention, fused or by hand."""
+
+    def __init__(self, is_eager: bool = False) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.is_eager = is_eager
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        if self.is_eager:
+            blocked = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            scores = (q @ k.transpose(-1, -2)).masked_fill(blocked, float("-inf"))
+            y = scores.softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+TOKEN_FLOP = 2 * SAMPLES * LENGTH * 4 * WIDTH * WIDTH
+PAIR_FLOP = 4 * WIDTH * SAMPLES * LENGTH * (LENGTH + 1) // 2
+FORWARD = TOKEN_FLOP + PAIR_FLOP
+BACKWARD = 2 * FORWARD
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class CountingBackend:
+    """A compiler back end that runs the graph as it is and counts its calls: compiled code in use is seen by it."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.num_calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        self.num_graphs += 1
+
+        def run(*args: torch.Tensor) -> object:
+            self.num_calls += 1
+            return graph(*args)
+
+        return run
+
+
+def train(model: nn.Module, num_steps: int) -> list[float]:
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(num_steps):
+        loss = model(torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "module.compile"])
+def test_a_compiled_model_runs_its_compiled_code_during_and_after_the_count(way: str) -> None:
+    backend = CountingBackend()
+    model: nn.Module = Block()
+    if way == "torch.compile":
+        model = torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[assignment]
+    else:
+        model.compile(backend=backend, fullgraph=True)
+    train(model, 2)
+    with observe(model) as step:
+        train(model, 1)
+    assert (backend.num_graphs, backend.num_calls) == (1, 3)
+    assert step.result().model_flop == FORWARD + BACKWARD
+    train(model, 2)
+    assert (backend.num_graphs, backend.num_calls) == (1, 5)
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["fused", "eager"])
+def test_inductor_is_counted_in_full_with_either_attention(is_eager: bool) -> None:
+    model = torch.compile(Block(is_eager))
+    train(model, 2)
+    with observe(model) as step:
+        train(model, 1)
+    count = step.result()
+    assert (count.forward_flop, count.backward_flop) == pytest.approx((FORWARD, BACKWARD))
+    assert count.coverage == 1.0
+    assert count.method.startswith("observed, split by the uncompiled twin")
+
+
+def test_the_losses_of_a_compiled_model_are_the_same_with_and_without_us() -> None:
+    torch.manual_seed(1)
+    model = torch.compile(Block())
+    plain = train(model, 3)
+    with observe(model):
+        observed = train(model, 3)
+    assert observed == plain
+
+
+def test_work_that_never_reaches_the_dispatcher_lowers_coverage_and_the_twin_counts() -> None:
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        model = torch.compile(Block())
+        train(model, 2)
+        with observe(model) as step:
+            train(model, 1)
+    count = step.result()
+    assert count.coverage is not None
+    assert count.coverage < 0.97
+    assert (count.forward_flop, count.backward_flop) == pytest.approx((FORWARD, BACKWARD))
