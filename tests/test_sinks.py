@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import inspect
 import io
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from flopmeter.config import MonitorConfig
 from flopmeter.errors import ConfigError
-from flopmeter.sinks import available_sinks, open_sink
+from flopmeter.sinks import SinkContext, available_sinks, open_sink
 from flopmeter.sinks.console import Sink, format_line
 
 METRICS: Mapping[str, float] = {
@@ -31,17 +35,21 @@ class Clock:
         return self.now_s
 
 
+CONTEXT = SinkContext(config=MonitorConfig(), output_dir=Path("nowhere"))
+
+
 def test_every_sink_has_what_the_contract_says() -> None:
     assert "console" in available_sinks()
     for name in available_sinks():
-        sink = open_sink(name)
+        sink = import_module(f"flopmeter.sinks.{name}").Sink
+        assert list(inspect.signature(sink).parameters)[0] == "context"
         assert callable(sink.log)
         assert callable(sink.close)
 
 
 def test_an_unknown_sink_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"monitoring.sinks: there is no sink 'graphite'; there are: .*console"):
-        open_sink("graphite")
+        open_sink("graphite", CONTEXT)
 
 
 def test_the_line_has_every_number_in_its_unit() -> None:
@@ -55,7 +63,7 @@ def test_an_unknown_number_is_a_dash_and_not_a_zero() -> None:
 
 def test_a_terminal_shows_one_line_that_is_rewritten() -> None:
     terminal, clock = Terminal(), Clock()
-    sink = Sink(terminal, clock)
+    sink = Sink(CONTEXT, terminal, clock)
     for step in range(3):
         clock.now_s = float(step)
         sink.log(step, METRICS)
@@ -67,7 +75,7 @@ def test_a_terminal_shows_one_line_that_is_rewritten() -> None:
 
 def test_a_log_file_gets_a_line_now_and_then_and_no_control_characters() -> None:
     file, clock = io.StringIO(), Clock()
-    sink = Sink(file, clock)
+    sink = Sink(CONTEXT, file, clock)
     for step in range(1000):
         clock.now_s = step * 0.05  # 50 s
         sink.log(step, METRICS)

@@ -33,7 +33,7 @@ from flopmeter.flops.observe import ObservedStep
 from flopmeter.metrics import Step, Window, summarise
 from flopmeter.record import RunWriter, load_run, write_training_log
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
-from flopmeter.sinks import Sink, open_sink
+from flopmeter.sinks import Sink, SinkContext, check_sinks, open_sink
 from flopmeter.timing import StepClock
 from flopmeter.timing.late import LateValue, take
 
@@ -106,7 +106,9 @@ class TrainingMonitor:
         self.log_path = self.output_dir / log_file
         self._interval = self.config.measuring_interval(argument=flops_profile_freq)
         self._writer = RunWriter(self.output_dir / RUN_FILE)
-        self._sinks: list[Sink] = [open_sink(name) for name in self.config.sink_names]
+        check_sinks(self.config.sink_names)
+        context = SinkContext(config=self.config, output_dir=self.output_dir)
+        self._sinks: list[Sink] = [open_sink(name, context) for name in self.config.sink_names]
         self._clock = StepClock()
         self._pending: deque[_PendingStep] = deque()
         self._workload = _Workload()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TextIO
 
+from flopmeter.sinks import SinkContext
+
 LOG_FILE_INTERVAL_S = 10.0
 TERMINAL_INTERVAL_S = 0.1
 
@@ -15,7 +17,9 @@ TERMINAL_INTERVAL_S = 0.1
 class Sink:
     """Writes the latest numbers to the terminal."""
 
-    def __init__(self, stream: TextIO | None = None, now_s: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, context: SinkContext, stream: TextIO | None = None, now_s: Callable[[], float] = monotonic
+    ) -> None:
         self._stream = stream or sys.stderr
         self._now_s = now_s
         self._is_terminal = self._stream.isatty()
