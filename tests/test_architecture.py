@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "flopmeter"
 
 FOUNDATION = {"errors", "schema"}
-FACTS = {"devices", "metrics", "record", "config", "conventions"}
+FACTS = {"devices", "metrics", "record", "config", "conventions", "goodput", "resources"}
 READERS = {"sinks", "diagnosis", "report"}
-MEASURERS = {"flops", "timing", "distributed"}
+MEASURERS = {"flops", "timing", "distributed", "dataset_metrics"}
 
 ALLOWED: dict[str, set[str]] = {
     **{name: set() for name in FOUNDATION},
@@ -134,6 +134,7 @@ PUBLIC_NAMES = {
     "__version__",
     "ConfigError",
     "CountError",
+    "FlopCount",
     "FlopmeterError",
     "MissingLibraryError",
     "MonitorConfig",
@@ -143,9 +144,11 @@ PUBLIC_NAMES = {
     "TraceError",
     "TrainingMonitor",
     "UnknownDeviceError",
+    "count_flops",
     "formula",
     "load_run",
     "peak_flops",
+    "watch",
 }
 
 

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from flopmeter.devices import peak_flops
 from flopmeter.errors import ConfigError
-from flopmeter.monitor import WARMUP_STEPS, TrainingMonitor
+from flopmeter.monitor import TrainingMonitor, watch
+from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.record import load_run
 
 PEAK = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}
@@ -102,10 +103,10 @@ def test_a_read_only_folder_costs_one_warning_and_not_the_training(
 def test_a_part_that_fails_is_switched_off_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: TrainingMonitor, *_: Any) -> dict[str, float]:
+    def broken(*_: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(TrainingMonitor, "_measure", broken)
+    monkeypatch.setattr("flopmeter.timing.PhaseClock.end_step", broken)
     with caplog.at_level(logging.WARNING), TrainingMonitor(tmp_path, PEAK) as monitor:
         assert train(monitor) == train(None)
     failures = [record.message for record in caplog.records if "planted" in record.message]
@@ -116,7 +117,7 @@ def test_a_part_that_fails_is_switched_off_and_training_goes_on(
 def test_an_unknown_peak_leaves_mfu_out_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("flopmeter.monitor.peak_flops", lambda *_, **__: peak_flops("NVIDIA X999", "fp32"))
+    monkeypatch.setattr("flopmeter.monitor.measuring.peak_flops", lambda *_, **__: peak_flops("NVIDIA X999", "fp32"))
     with caplog.at_level(logging.WARNING), TrainingMonitor(tmp_path, {"monitoring": {"sinks": []}}) as monitor:
         train(monitor)
     run = load_run(tmp_path)

@@ -6,8 +6,9 @@ import weakref
 import pytest
 import torch
 
-from flopmeter.timing import StepClock
-from flopmeter.timing.late import take
+from flopmeter.schema import PHASES
+from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OTHER, PhaseClock, StepTime
+from flopmeter.timing.late import LateNumber, LateNumbers
 
 
 class FakeClock:
@@ -27,94 +28,131 @@ def time_() -> FakeClock:
 
 
 @pytest.fixture
-def clock(time_: FakeClock) -> StepClock:
-    clock = StepClock(time_)
+def clock(time_: FakeClock) -> PhaseClock:
+    clock = PhaseClock(time_)
     clock.start()
     return clock
 
 
-def test_a_step_lasts_from_the_end_of_the_last_one(clock: StepClock, time_: FakeClock) -> None:
+def seconds(step: StepTime) -> tuple[float, dict[str, float]]:
+    phases = {name: ns / 1e9 for name, ns in zip(PHASES, step.phase_ns, strict=True) if ns}
+    return step.step_ns / 1e9, phases
+
+
+def test_a_step_lasts_from_the_end_of_the_last_one(clock: PhaseClock, time_: FakeClock) -> None:
     time_.pass_s(2)
-    assert clock.end_step() == (2.0, {})
+    assert seconds(clock.end_step()) == (2.0, {"other": 2.0})
     time_.pass_s(3)
-    assert clock.end_step() == (3.0, {})
+    assert seconds(clock.end_step()) == (3.0, {"other": 3.0})
 
 
-def test_phases_are_summed_over_micro_batches(clock: StepClock, time_: FakeClock) -> None:
+def test_every_moment_belongs_to_one_phase(clock: PhaseClock, time_: FakeClock) -> None:
+    time_.pass_s(0.5)
+    clock.switch(FORWARD)
+    time_.pass_s(1)
+    clock.switch(BACKWARD)
+    time_.pass_s(2)
+    clock.switch(OTHER)
+    time_.pass_s(0.25)
+    assert seconds(clock.end_step()) == (3.75, {"forward": 1.0, "backward": 2.0, "other": 0.75})
+
+
+def test_phases_are_summed_over_micro_batches(clock: PhaseClock, time_: FakeClock) -> None:
     for _ in range(2):
-        with clock.phase("forward"):
+        with clock.phase(FORWARD):
             time_.pass_s(1)
         time_.pass_s(0.5)
-    assert clock.end_step() == (3.0, {"forward": 2.0})
-    assert clock.end_step() == (0.0, {})
+    assert seconds(clock.end_step()) == (3.0, {"forward": 2.0, "other": 1.0})
+    assert seconds(clock.end_step()) == (0.0, {})
 
 
-def test_a_pause_is_no_part_of_the_step(clock: StepClock, time_: FakeClock) -> None:
+def test_a_phase_inside_another_is_taken_out_of_it(clock: PhaseClock, time_: FakeClock) -> None:
+    with clock.phase(FORWARD):
+        time_.pass_s(1)
+        with clock.phase(DATA_WAIT):
+            time_.pass_s(5)
+        time_.pass_s(1)
+    assert seconds(clock.end_step()) == (7.0, {"forward": 2.0, "data_wait": 5.0})
+
+
+def test_a_pause_is_no_part_of_the_step(clock: PhaseClock, time_: FakeClock) -> None:
     time_.pass_s(1)
     with clock.pause() as lasted_s:
         time_.pass_s(10)
     time_.pass_s(1)
     assert lasted_s() == 10.0
-    assert clock.end_step()[0] == 2.0
+    assert clock.end_step().step_ns == 2_000_000_000
 
 
-def test_a_pause_within_a_pause_is_taken_out_once(clock: StepClock, time_: FakeClock) -> None:
+def test_a_pause_within_a_pause_is_taken_out_once(clock: PhaseClock, time_: FakeClock) -> None:
     with clock.pause():
         time_.pass_s(1)
         with clock.pause() as inner_s:
             time_.pass_s(2)
     assert inner_s() == 2.0
     time_.pass_s(5)
-    assert clock.end_step()[0] == 5.0
+    assert clock.end_step().step_ns == 5_000_000_000
 
 
-def test_a_phase_or_pause_that_raises_is_timed_all_the_same(clock: StepClock, time_: FakeClock) -> None:
-    with pytest.raises(RuntimeError), clock.phase("forward"):
+def test_a_phase_or_pause_that_raises_is_timed_all_the_same(clock: PhaseClock, time_: FakeClock) -> None:
+    with pytest.raises(RuntimeError), clock.phase(FORWARD):
         time_.pass_s(1)
         raise RuntimeError
     with pytest.raises(RuntimeError), clock.pause():
         time_.pass_s(4)
         raise RuntimeError
-    assert clock.end_step() == (1.0, {"forward": 1.0})
+    assert seconds(clock.end_step()) == (1.0, {"forward": 1.0})
 
 
-def test_starting_twice_does_not_move_the_start(clock: StepClock, time_: FakeClock) -> None:
+def test_starting_twice_does_not_move_the_start(clock: PhaseClock, time_: FakeClock) -> None:
     time_.pass_s(1)
     clock.start()
-    assert clock.end_step()[0] == 1.0
+    assert clock.end_step().step_ns == 1_000_000_000
 
 
-def test_a_clock_that_was_never_started_gives_zero() -> None:
-    assert StepClock(FakeClock()).end_step() == (0.0, {})
+def test_time_before_the_start_does_not_count(time_: FakeClock) -> None:
+    clock = PhaseClock(time_)
+    time_.pass_s(100)
+    clock.start()
+    time_.pass_s(1)
+    assert clock.end_step().step_ns == 1_000_000_000
 
 
-def test_a_late_value_is_the_one_at_the_time_of_taking() -> None:
+def test_a_late_number_is_the_one_at_the_time_of_taking() -> None:
     loss = torch.tensor(8.0, requires_grad=True) * 1
-    value = take(loss)
+    value = LateNumbers().take(loss)
     with torch.no_grad():
         loss /= 4
-    assert value.is_ready()
-    assert value.read() == 8.0
+    assert value == 8.0
 
 
-def test_a_late_value_does_not_keep_the_graph_alive() -> None:
-    weight = torch.ones(3, requires_grad=True)
+def test_a_late_number_does_not_keep_the_graph_alive() -> None:
+    weight = torch.ones(3, requires_grad=True, device="meta")
     hidden = weight * 2
     loss = hidden.sum()
-    value = take(loss)
+    numbers = LateNumbers()
+    value = numbers.take(loss)
     graph = weakref.ref(hidden)
     del hidden, loss
     gc.collect()
     assert graph() is None
-    assert value.read() == 6.0
+    assert isinstance(value, LateNumber)
 
 
-def test_a_plain_number_is_its_own_late_value() -> None:
-    assert take(1.5).read() == 1.5
+def test_a_plain_number_is_there_at_once() -> None:
+    assert LateNumbers().take(1.5) == 1.5
 
 
-def test_taking_a_value_reads_nothing_from_the_device() -> None:
+def test_taking_from_a_device_reads_nothing() -> None:
     # On the meta device there is no value to read: any .item(), .cpu() or bool() raises.
-    take(torch.tensor(1.0, device="meta", requires_grad=True) * 2)
+    value = LateNumbers().take(torch.ones(1, device="meta", requires_grad=True) * 2)
+    assert isinstance(value, LateNumber)
+    assert value.is_ready()
     with pytest.raises(RuntimeError, match="meta"):
-        take(torch.tensor(1.0, device="meta")).read()
+        value.read()
+
+
+def test_the_ring_comes_round() -> None:
+    numbers = LateNumbers(num_slots=2)
+    taken = [numbers.take(torch.tensor(1.0, device="meta")) for _ in range(5)]
+    assert all(isinstance(value, LateNumber) for value in taken)

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from flopmeter.errors import RecordError as RecordError
     from flopmeter.errors import TraceError as TraceError
     from flopmeter.errors import UnknownDeviceError as UnknownDeviceError
+    from flopmeter.flops.flop_count import FlopCount as FlopCount
     from flopmeter.flops.formulas import formula as formula
+    from flopmeter.flops.side_count import count_flops as count_flops
     from flopmeter.monitor import TrainingMonitor as TrainingMonitor
+    from flopmeter.monitor import watch as watch
     from flopmeter.record import Run as Run
     from flopmeter.record import load_run as load_run
 
@@ -41,13 +44,16 @@ _HOME = {
     "CountError": "errors",
     "TraceError": "errors",
     "MissingLibraryError": "errors",
+    "FlopCount": "flops.flop_count",
     "MonitorConfig": "config",
     "Peak": "devices",
     "Run": "record",
     "TrainingMonitor": "monitor",
+    "count_flops": "flops.side_count",
     "formula": "flops.formulas",
     "load_run": "record",
     "peak_flops": "devices",
+    "watch": "monitor",
 }
 
 __all__ = ["__version__", *_HOME]

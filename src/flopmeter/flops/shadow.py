@@ -25,7 +25,8 @@ _META = torch.device("meta")
 _real_attention = F.scaled_dot_product_attention
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LOOK_UPS = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.embedding.default})
-_INTEGRAL_FACTORIES = frozenset({"aten::arange", "aten::scalar_tensor", "aten::full", "aten::tensor"})
+_CONSTANTS = frozenset({torch.ops.aten.ones.default, torch.ops.aten.full.default})
+_INTEGRAL_FACTORIES = frozenset({"aten::arange", "aten::scalar_tensor", "aten::tensor"})
 
 
 @contextmanager
@@ -98,9 +99,12 @@ class _ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_shadows = sum([tensor.is_meta for tensor in tensors])
         if num_shadows:
             if num_shadows < len(tensors):
+                _check_writes(func, args)
                 args, kwargs = tree_map_only(torch.Tensor, _shadow, (args, kwargs))
+            if kwargs.get("device") is not None:
+                kwargs = kwargs | {"device": _META}  # what has no values cannot get any by moving
             return self._on_shapes(func, args, kwargs, call if _is_repeatable(func, tensors) else None)
-        if kwargs.get("device") == _META and (tensors or _makes_integers(func, args, kwargs)):
+        if kwargs.get("device") == _META and (tensors or _makes_known_values(func, args, kwargs)):
             kwargs = kwargs | {"device": torch.device("cpu")}
         return func(*args, **kwargs)
 
@@ -124,14 +128,30 @@ def _look_up(table: torch.Tensor, where: Any) -> Any:
         elif index.dtype == torch.bool:
             found.extend(index.nonzero(as_tuple=True))
         else:
-            _check_range(index, table.shape[len(found)])
+            size = table.shape[len(found)]
+            _check_range(index, -size if isinstance(where, (list, tuple)) else 0, size)
             found.append(index)
     return found if isinstance(where, (list, tuple)) else found[0]
 
 
-def _check_range(index: torch.Tensor, size: int) -> None:
-    if index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
+def _check_range(index: torch.Tensor, lowest: int, size: int) -> None:
+    if index.numel() and not lowest <= int(index.min()) <= int(index.max()) < size:
         raise IndexError(f"indices from {int(index.min())} to {int(index.max())} do not fit a table of {size} rows")
+
+
+def _check_writes(func: Any, args: tuple[Any, ...]) -> None:
+    """Counts and masks that a result without values is written into would stay as they were, and be believed."""
+    for position in _written(func) if isinstance(func, OpOverload) else ():
+        target = args[position] if position < len(args) else None
+        if isinstance(target, torch.Tensor) and not (target.is_meta or target.is_floating_point()):
+            raise RuntimeError(f"{func} writes what depends on weights into integers that the model may look at")
+
+
+@cache
+def _written(func: OpOverload) -> tuple[int, ...]:
+    """Which arguments an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(i for i, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
 
 
 def _rebuild(result: Any) -> Any:
@@ -176,10 +196,15 @@ def _shadow(tensor: torch.Tensor) -> torch.Tensor:
     return _layout(tensor).build()
 
 
-def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a factory makes integers or booleans: positions and masks, whose values models look at."""
+def _makes_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a factory makes positions or masks, whose values models look at: integers, booleans, ones, constants.
+
+    Other numbers stay without values: results are gathered in zeros, and weights begin as anything.
+    """
     dtype = kwargs.get("dtype")
-    if dtype is not None:
-        return not dtype.is_floating_point and not dtype.is_complex
+    if func in _CONSTANTS:
+        return True
+    if dtype is not None and not dtype.is_floating_point and not dtype.is_complex:
+        return True
     numbers = [value for value in tree_iter(args) if isinstance(value, (int, float))]
-    return func._schema.name in _INTEGRAL_FACTORIES and all(isinstance(value, int) for value in numbers)
+    return dtype is None and func._schema.name in _INTEGRAL_FACTORIES and all(isinstance(n, int) for n in numbers)

@@ -10,6 +10,8 @@ result says so. Either way the model, its gradients, buffers, hooks and flags, a
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
 
 from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import Convention, FlopCount
@@ -63,23 +66,25 @@ def count_call(
     target, kwargs = unwrap(model), dict(kwargs)
     attempts: dict[str, Callable[[], FlopCount]] = {
         "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention),
+        "meta, inputs too": lambda: _count_on_shapes(target, *_without_values((args, kwargs)), training, convention),
         "meta, experts as batched products": lambda: _count_with_other_experts(
             target, args, kwargs, training, convention
         ),
         "real": lambda: _count_for_real(target, args, kwargs, training, convention),
     }
-    reasons = []
+    reasons: dict[str, str] = {}
     for method, attempt in attempts.items():
         try:
             count = attempt()
         except _NotApplicableError:
             continue
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything; the next way is tried
-            reasons.append(f"{method}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            reasons.setdefault(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", method)
             continue
-        fell_back = tuple(f"Could not be counted as {reason}" for reason in reasons)
+        fell_back = tuple(f"Could not be counted as {first}: {reason}" for reason, first in reasons.items())
         return replace(count, method=count.method or method, left_out=(*count.left_out, *fell_back))
-    raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {'; '.join(reasons)}")
+    why = [f"{method}: {reason}" for reason, method in reasons.items()]
+    raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {'; '.join(why)}")
 
 
 class _NotApplicableError(Exception):
@@ -113,8 +118,26 @@ def _count_on_shapes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, convention: Convention
 ) -> FlopCount:
     tensors = _shape_only_state(model)
+    args, kwargs = tree_map_only(torch.Tensor, _lent, (args, kwargs))
     with _untouched(model), shadow():
         return _observed(model, tensors, args, kwargs, training, convention)
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of an input with its values, on the CPU, unless a gradient is wanted for it: gradients have none."""
+    if tensor.requires_grad:
+        return torch.empty_like(tensor, device="meta", requires_grad=True)
+    return tensor if tensor.is_meta else tensor.to("cpu", copy=True)
+
+
+def _without_values(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """For models that want gradients of their input, as wav2vec2 does. Integers are ids and masks, and keep theirs."""
+
+    def emptied(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta") if tensor.is_floating_point() else tensor
+
+    lent: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, emptied, inputs)
+    return lent
 
 
 def _count_with_other_experts(
@@ -144,6 +167,12 @@ def _count_for_real(
     scale = samples if elements > MAX_REAL_ELEMENTS and samples > 1 else 1
     if scale > 1:
         args, kwargs = _first_sample((args, kwargs), samples)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def borrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+    args, kwargs = tree_map_only(torch.Tensor, borrow, (args, kwargs))
     tensors = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     with _untouched(model):
@@ -206,7 +235,7 @@ def _shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
         empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
         tensors[name] = empty.requires_grad_(parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        tensors[name] = buffer if buffer.is_meta else buffer.clone()
+        tensors[name] = buffer if buffer.is_meta else buffer.detach().to("cpu", copy=True)
     return tensors
 
 
@@ -214,20 +243,35 @@ def _shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Random state as before, no hook of the user's called, compiled modules run as they were written."""
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
                 hooks = getattr(module, name)
-                if hooks and not any(_changes_weights(hook) for hook in hooks.values()):
-                    stack.callback(setattr, module, name, hooks)
-                    setattr(module, name, type(hooks)())
+                kept = {key: hook for key, hook in hooks.items() if _is_part_of_model(hook)}
+                if len(kept) < len(hooks):
+                    stack.callback(_put_back, module, name, hooks)
+                    setattr(module, name, type(hooks)(kept))
         yield
 
 
-def _changes_weights(hook: Any) -> bool:
-    """Weight norm and its kin are hooks that make the weights: the model does not run without them."""
-    return str(getattr(hook, "__module__", type(hook).__module__)).startswith("torch.nn.utils")
+def _put_back(module: nn.Module, name: str, hooks: dict[int, Any]) -> None:
+    """Transformers adds hooks of its own on the first call, and counts on them from then on."""
+    hooks.update({key: hook for key, hook in getattr(module, name).items() if key not in hooks})
+    setattr(module, name, hooks)
+
+
+def _is_part_of_model(hook: Any) -> bool:
+    """Weight norm makes the weights in a hook, transformers gathers hidden states: the model needs them."""
+    home = str(getattr(hook, "__module__", type(hook).__module__))
+    return home.startswith(("torch.nn.utils", "transformers."))
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:

@@ -54,6 +54,11 @@ def check_sinks(names: tuple[str, ...]) -> None:
             raise ConfigError(f"monitoring.sinks: there is no sink {name!r}; there are: {', '.join(available_sinks())}")
 
 
+def takes_every_step(name: str) -> bool:
+    """Whether a sink shows every step and thins them out by itself (its file says TAKES_EVERY_STEP = True)."""
+    return bool(getattr(import_module(f"{__name__}.{name}"), "TAKES_EVERY_STEP", False))
+
+
 def open_sink(name: str, context: SinkContext) -> Sink:
     """The sink of that name, ready to log."""
     check_sinks((name,))

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from flopmeter.sinks import SinkContext
 
+TAKES_EVERY_STEP = True
 LOG_FILE_INTERVAL_S = 10.0
 TERMINAL_INTERVAL_S = 0.1
 

@@ -1,6 +1,6 @@
 """The training monitor under the names that existing loops import: a thin facade over flopmeter.
 
-    from training.utils.monitor import TrainingMonitor, calculate_mfu, get_gpu_peak_flops
+    from training.utils.monitor import TrainingMonitor, calculate_precise_mfu, get_gpu_peak_flops
 
 As their contract says, these functions return 0.0 on failure and log the reason, and clamp MFU to 1.0 with a warning.
 flopmeter itself does neither: there an unknown number is None or an error, and an impossible MFU stays visible.
@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from flopmeter.devices import peak_flops
+from flopmeter.errors import CountError
+from flopmeter.flops.estimate import estimate_flops
+from flopmeter.flops.inputs import build_inputs
+from flopmeter.flops.profiled import profile_flops
+from flopmeter.flops.side_count import count_flops, unwrap
 from flopmeter.monitor import TrainingMonitor
 
-__all__ = ["TrainingMonitor", "calculate_mfu", "get_gpu_peak_flops"]
+__all__ = [
+    "TrainingMonitor",
+    "calculate_mfu",
+    "calculate_mfu_with_profiler",
+    "calculate_precise_mfu",
+    "get_gpu_peak_flops",
+    "profile_model_flops",
+]
 
 logger = logging.getLogger("flopmeter")
 
@@ -27,6 +40,8 @@ TEXT_COEFFICIENT = 2.0
 MULTIMODAL_COEFFICIENT = 2.5
 TRAINING_FACTOR = 3.0
 TOKENS_PER_IMAGE = 576
+MAX_COUNTED_SHAPES = 16
+"""Smart mode counts this many shapes of a model; a run with more lengths than that gets the corrected estimate."""
 _VISION_ATTRIBUTES = ("visual", "vision_tower", "vision_model", "vision_encoder")
 
 _P = ParamSpec("_P")
@@ -64,17 +79,108 @@ def get_gpu_peak_flops() -> float:
 
 
 @_zero_on_failure
+def calculate_precise_mfu(
+    model: nn.Module,
+    batch_size: int,
+    seq_length: float,
+    step_time: float,
+    measurement_mode: str = "smart",
+    actual_flops: float | None = None,
+) -> float:
+    """MFU of a training step of `step_time` seconds on `batch_size` sequences of `seq_length` tokens.
+
+    Args:
+        measurement_mode: "smart" counts each shape once, without running the model; "estimate" reads the module tree;
+            "profiler" runs the model at every call; "hybrid" is smart, because hardware counters tell utilisation.
+        actual_flops: FLOPs of the step, when they are known: nothing is measured then.
+    """
+    if measurement_mode not in _MEASUREMENTS:
+        raise ValueError(f"measurement_mode {measurement_mode!r} is none of {', '.join(_MEASUREMENTS)}")
+    if step_time <= 0:
+        raise ValueError(f"step_time={step_time}: a step takes more than 0 seconds")
+    if actual_flops is None:
+        actual_flops = _MEASUREMENTS[measurement_mode](model, batch_size, round(seq_length))
+    return calculate_mfu(actual_flops, step_time, get_gpu_peak_flops())
+
+
+@_zero_on_failure
+def calculate_mfu_with_profiler(model: nn.Module, batch_size: int, seq_length: float, step_time: float) -> float:
+    """`calculate_precise_mfu` in profiler mode: the model runs once, on a batch that is made up."""
+    return calculate_precise_mfu(model, batch_size, seq_length, step_time, "profiler")
+
+
+@_zero_on_failure
+def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any]) -> float:
+    """Training FLOPs of a step on this batch, by the estimate: nothing runs."""
+    try:
+        return estimate_flops(model, batch_example).model_flop
+    except CountError as error:
+        logger.warning("no estimate for %s, so the rule of thumb is used: %s", type(model).__name__, error)
+        return _estimate_flops_fallback(model, batch_example, _get_actual_sequence_length(model, batch_example))
+
+
+@_zero_on_failure
+def _measure_flops_with_profiler(model: nn.Module, batch_size: int, seq_length: float) -> float:
+    """Forward and backward FLOPs, from one real run under torch's profiler that leaves the model as it was."""
+    return profile_flops(model, _inputs(model, batch_size, round(seq_length))).model_flop
+
+
+def _estimated_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
+    return estimate_flops(model, (batch_size, seq_length)).model_flop
+
+
+_counted: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], float]] = WeakKeyDictionary()
+
+
+def _smart_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
+    """Counted once for each shape and each state of freezing, then remembered as long as the model lives."""
+    num_trainable = sum(parameter.requires_grad for parameter in model.parameters())
+    shape, counted = (num_trainable, batch_size, seq_length), _counted.setdefault(model, {})
+    alike = [known for known in counted if known[0] == num_trainable]
+    if shape not in counted and len(alike) >= MAX_COUNTED_SHAPES:
+        nearest = min(alike, key=lambda known: abs(known[2] - seq_length))
+        correction = counted[nearest] / _estimated_flop(model, *nearest[1:])
+        return correction * _estimated_flop(model, batch_size, seq_length)
+    if shape not in counted:
+        counted[shape] = count_flops(model, _inputs(model, batch_size, seq_length)).model_flop
+    return counted[shape]
+
+
+def _hybrid_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
+    _say_once("hybrid mode counts FLOPs as smart mode does: hardware counters tell utilisation, not FLOPs")
+    return _smart_flop(model, batch_size, seq_length)
+
+
+_MEASUREMENTS: dict[str, Callable[[nn.Module, int, int], float]] = {
+    "smart": _smart_flop,
+    "profiler": _measure_flops_with_profiler,
+    "estimate": _estimated_flop,
+    "hybrid": _hybrid_flop,
+}
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _inputs(model: nn.Module, batch_size: int, seq_length: int) -> dict[str, Any]:
+    """What the model is called with; a plain text batch where neither config nor layers tell."""
+    try:
+        return build_inputs(unwrap(model), batch_size, seq_length)
+    except CountError:
+        return _create_dummy_batch_for_profiling(batch_size, seq_length, "cpu")
+
+
+@_zero_on_failure
 def _get_actual_sequence_length(model: nn.Module, batch_example: Mapping[str, Any]) -> float:
     """Mean tokens per sample, padding left out, with the visual tokens that the text does not already hold."""
-    input_ids, mask = batch_example.get("input_ids"), batch_example.get("attention_mask")
-    if mask is not None:
-        text = float(mask.sum(1).float().mean())
-    elif input_ids is not None:
-        text = float(input_ids.size(1))
-    else:
+    mask: torch.Tensor | None = batch_example.get("attention_mask")
+    tokens: torch.Tensor | None = mask if mask is not None else batch_example.get("input_ids")
+    if tokens is None:
         raise ValueError("the batch has neither attention_mask nor input_ids")
-    samples = (mask if mask is not None else input_ids).size(0)
-    return text + _missing_visual_tokens(model, batch_example) / samples
+    text = float(tokens.size(1)) if mask is None else float(mask.sum(1).float().mean())
+    return text + _missing_visual_tokens(model, batch_example) / tokens.size(0)
 
 
 def _missing_visual_tokens(model: nn.Module, batch: Mapping[str, Any]) -> float:

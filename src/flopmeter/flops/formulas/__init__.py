@@ -67,8 +67,13 @@ class Formula:
     """Arguments whose integers the formula needs (sequence offsets, for instance)."""
     composite: bool = False
     """True when the dispatcher splits the operator before a mode sees it: only traces and inference mode show it."""
-    wants_out: bool = False
-    """True when the function has a parameter `out`: it is then given the result's Spec (or a tuple of them)."""
+    parameters: tuple[str, ...] = ()
+    """The function's parameters; with one named `out` it is given the result's Spec (or a tuple of them)."""
+
+    @property
+    def wants_out(self) -> bool:
+        """Whether the function asks for the result's shape."""
+        return "out" in self.parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work:
         result = self.function(*args, **kwargs)
@@ -90,7 +95,7 @@ def formula(*ops: str, values: Sequence[str] = (), composite: bool = False) -> C
     def register(function: _F) -> _F:
         module = function.__module__
         family = module.rpartition(".")[2] if module.startswith(__name__ + ".") else "user"
-        wants_out = "out" in inspect.signature(function).parameters
+        parameters = tuple(inspect.signature(function).parameters)
         for op in ops:
             if op.count("::") != 1:
                 raise ValueError(f"an operator is named 'namespace::name', not {op!r}")
@@ -103,7 +108,7 @@ def formula(*ops: str, values: Sequence[str] = (), composite: bool = False) -> C
                 family=family,
                 values=tuple(values),
                 composite=composite,
-                wants_out=wants_out,
+                parameters=parameters,
             )
         return function
 

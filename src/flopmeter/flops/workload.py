@@ -1,0 +1,297 @@
+"""What was one step given, in numbers? Tokens, attended pairs, image patches: all that a FLOP formula asks of a batch.
+
+    workload_of(batch).tokens                        # reads the batch: for the host
+    late = late_workload(batch)                      # reads nothing: for the training loop
+    late.resolve({name: float(scalar) for name, scalar in late.unread.items()})
+
+Every number is a sum over sequences or images, so the workloads of micro-batches add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+_N = TypeVar("_N", int, torch.Tensor)
+
+
+class PatchWindow(NamedTuple):
+    """Windows in which a vision tower attends; those at the right and lower edge are cut."""
+
+    merge: int
+    """Patches per side of a merged cell."""
+    cells: int
+    """Merged cells per side of a window."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What an estimate asks of a batch beyond its plain sums."""
+
+    window: int = 0
+    """Sliding window of the text layers: keys that a token sees, itself included; 0 for none."""
+    patch_window: PatchWindow | None = None
+    """Windows of the vision tower, where it has any."""
+    has_decoder: bool = False
+    """Whether labels (or `decoder_input_ids`) run through a decoder of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Sums over all sequences and images of a step."""
+
+    samples: int = 0
+    """Rows of the batch."""
+    tokens: int = 0
+    """Text tokens that are not padding."""
+    tokens_processed: int = 0
+    """Text tokens with padding."""
+    pairs_causal: int = 0
+    """Pairs of a token and one that it sees, itself included, within each sequence or packed document: n(n+1)/2."""
+    pairs_processed: int = 0
+    """All pairs within each row of the batch, padding and other documents included."""
+    window: int = 0
+    """The sliding window that `pairs_window` was counted for; 0 when it was not."""
+    pairs_window: int = 0
+    """Of the causal pairs, those within the window."""
+    decoder_tokens: int = 0
+    """As `tokens`, of an encoder-decoder's decoder."""
+    decoder_tokens_processed: int = 0
+    """As `tokens_processed`, of the decoder."""
+    decoder_pairs_causal: int = 0
+    """As `pairs_causal`, of the decoder."""
+    decoder_pairs_processed: int = 0
+    """As `pairs_processed`, of the decoder."""
+    cross_pairs: int = 0
+    """Pairs of a decoder token and an encoder token of the same sample, neither of them padding."""
+    cross_pairs_processed: int = 0
+    """The same with padding."""
+    images: int = 0
+    """Images, clips or recordings of one common size."""
+    values: int = 0
+    """Numbers in them (pixels times channels): a patch embedding or convolution knows how many make one row."""
+    values_squared: int = 0
+    """Sum over images of their values, squared: pairs grow with it."""
+    patches: int = 0
+    """Vision patches of images that come cut into patches (`image_grid_thw`)."""
+    patch_pairs: int = 0
+    """Pairs of patches within each frame."""
+    patch_window: PatchWindow | None = None
+    """The windows that `patch_pairs_window` was counted for."""
+    patch_pairs_window: int = 0
+    """Pairs of patches within each window."""
+
+    @property
+    def pairs_full(self) -> int:
+        """Pairs within each sequence or document, both ways: the sum of n^2."""
+        return 2 * self.pairs_causal - self.tokens
+
+    def __add__(self, other: Workload) -> Workload:
+        """The workload of two micro-batches. Window pairs are kept where both were counted for the same window."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in _WINDOWS}
+        for name, pairs in _WINDOWS.items():
+            if getattr(self, name) == getattr(other, name):
+                sums[name] = getattr(self, name)
+            else:
+                sums[pairs] = 0
+        return Workload(**sums)
+
+    @staticmethod
+    def of_lengths(
+        lengths: Sequence[int], padded_to: int | None = None, rows: int | None = None, needs: Needs | None = None
+    ) -> Workload:
+        """Sequences (or packed documents) of these lengths in `rows` rows of `padded_to` tokens."""
+        needs = needs or Needs()
+        rows = len(lengths) if rows is None else rows
+        padded_to = max(lengths, default=0) if padded_to is None else padded_to
+        text = {
+            "tokens": sum(lengths),
+            "tokens_processed": rows * padded_to,
+            "pairs_causal": sum(pairs(n, causal=True) for n in lengths),
+            "pairs_processed": rows * padded_to**2,
+        }
+        found: dict[str, Any] = {"samples": rows, "window": needs.window, **text}
+        if needs.window:
+            found["pairs_window"] = sum(pairs(n, causal=True, window=needs.window) for n in lengths)
+        if needs.has_decoder:
+            found |= {f"decoder_{name}": number for name, number in text.items()}
+            found |= {"cross_pairs": sum(n * n for n in lengths), "cross_pairs_processed": text["pairs_processed"]}
+        return Workload(**found)
+
+
+_WINDOWS = {"window": "pairs_window", "patch_window": "patch_pairs_window"}
+_TEXT = ("tokens", "tokens_processed", "pairs_causal", "pairs_processed")
+
+
+def pairs(length: _N, causal: bool, window: int = 0) -> _N:
+    """Pairs of a query and a key that it sees, in a sequence of `length` tokens.
+
+    Args:
+        window: Keys that a query sees to its left, itself included, and as many to its right when not causal; 0: all.
+    """
+    reach = length
+    if window:
+        reach = length.clamp(max=window) if isinstance(length, torch.Tensor) else min(length, window)
+    seen = reach * (reach + 1) // 2 + (length - reach) * reach
+    return seen if causal else 2 * seen - length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateWorkload:
+    """A workload, some numbers of which are still on the device."""
+
+    known: Mapping[str, Any]
+    """Fields of `Workload` that shapes alone tell."""
+    unread: Mapping[str, torch.Tensor]
+    """The others, as scalars on the device: nobody has waited for them."""
+
+    def resolve(self, numbers: Mapping[str, float]) -> Workload:
+        """The workload, once every name in `unread` has its number."""
+        read: dict[str, Any] = {name: round(numbers[name]) for name in self.unread}
+        return Workload(**self.known, **read)
+
+
+def workload_of(batch: Any, needs: Needs | None = None) -> Workload:
+    """Read what a batch holds. Waits for the device where masks or image sizes are there."""
+    late = late_workload(batch, needs)
+    return late.resolve({name: float(value) for name, value in late.unread.items()})
+
+
+def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
+    """What a batch holds, by shapes, and by sums that stay on the device: nothing is read, nothing waits.
+
+    Args:
+        batch: Keyword arguments of the model, a sequence of positional ones, or one tensor. Recognised are token ids
+            or embeddings, 2-D attention masks, `cu_seqlens`, `position_ids` that start anew with each packed document,
+            dense images or recordings, and `image_grid_thw` / `video_grid_thw`.
+    """
+    needs = needs or Needs()
+    inputs = _named(batch)
+    found: dict[str, Any] = {"window": needs.window, "patch_window": needs.patch_window}
+    found |= _dense(inputs) | _grids(inputs, needs.patch_window)
+    text, lengths = _text(inputs, "", needs.window)
+    found |= text
+    if needs.has_decoder:
+        decoder, decoder_lengths = _text(inputs, "decoder_", 0)
+        found |= {f"decoder_{name}": value for name, value in decoder.items() if name in _TEXT}
+        found |= _cross(text, lengths, decoder, decoder_lengths)
+    unread = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return LateWorkload(known={name: value for name, value in found.items() if name not in unread}, unread=unread)
+
+
+_DENSE = ("pixel_values", "input_features", "input_values")
+_OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q")
+
+
+def _named(batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by name. Positional ones: the first is the input, the second what a decoder is given."""
+    if isinstance(batch, Mapping):
+        named = {str(name): value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        if not named or any(name in named for name in ("input_ids", "inputs_embeds", *_DENSE)):
+            return named
+        return {_kind(next(iter(named.values()))): next(iter(named.values())), **named}
+    items = batch if isinstance(batch, (list, tuple)) else (batch,)
+    tensors = [value for value in items if isinstance(value, torch.Tensor)]
+    named = {_kind(tensors[0]): tensors[0]} if tensors else {}
+    return {**named, "labels": tensors[1]} if len(tensors) > 1 else named
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if not tensor.is_floating_point():
+        return "input_ids"
+    return "inputs_embeds" if tensor.dim() == 3 else "pixel_values"
+
+
+def _text(inputs: Mapping[str, torch.Tensor], prefix: str, window: int) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Fields of the text part, and the length of each sequence where a mask tells it."""
+    ids = inputs.get(f"{prefix}input_ids", inputs.get(f"{prefix}inputs_embeds"))
+    if ids is None and prefix:
+        ids = inputs.get("labels")
+    if ids is None or ids.dim() == 0:
+        return {"samples": next((t.shape[0] for t in inputs.values() if t.dim()), 0)}, None
+    rows, length = (1, ids.shape[0]) if ids.dim() == 1 else tuple(ids.shape[:2])
+    found: dict[str, Any] = {"samples": rows, "tokens_processed": rows * length, "pairs_processed": rows * length**2}
+    mask, positions = inputs.get(f"{prefix}attention_mask"), inputs.get(f"{prefix}position_ids")
+    offsets = next((inputs[name] for name in _OFFSETS if name in inputs), None) if not prefix else None
+    if offsets is not None:
+        return {**found, **_from_lengths(offsets.diff().long(), window)}, None
+    if mask is not None and tuple(mask.shape) == (rows, length) and not mask.is_floating_point():
+        lengths = (mask > 0).sum(1)
+        return {**found, **_from_lengths(lengths, window)}, lengths
+    if positions is not None and positions.dim() == 2 and positions.shape[1] == length:
+        return {**found, **_from_positions(positions.expand(rows, length), window)}, None
+    return {
+        **found,
+        "tokens": rows * length,
+        "pairs_causal": rows * pairs(length, causal=True),
+        "pairs_window": rows * pairs(length, causal=True, window=window) if window else 0,
+    }, None
+
+
+def _from_lengths(lengths: torch.Tensor, window: int) -> dict[str, Any]:
+    return {
+        "tokens": lengths.sum(),
+        "pairs_causal": pairs(lengths, causal=True).sum(),
+        "pairs_window": pairs(lengths, causal=True, window=window).sum() if window else 0,
+    }
+
+
+def _from_positions(positions: torch.Tensor, window: int) -> dict[str, Any]:
+    """A token at position p of its document sees p + 1 keys: no document needs to be found, the sum is enough."""
+    seen = positions.long() - positions[:, :1] + 1
+    return {
+        "tokens": positions.numel(),
+        "pairs_causal": seen.sum(),
+        "pairs_window": seen.clamp(max=window).sum() if window else 0,
+    }
+
+
+def _cross(
+    text: Mapping[str, Any], lengths: torch.Tensor | None, decoder: Mapping[str, Any], answers: torch.Tensor | None
+) -> dict[str, Any]:
+    if not text.get("tokens_processed") or not decoder.get("tokens_processed"):
+        return {}
+    samples = decoder["samples"]
+    encoder_length, decoder_length = text["tokens_processed"] // samples, decoder["tokens_processed"] // samples
+    processed = samples * encoder_length * decoder_length
+    found: dict[str, Any] = {"cross_pairs_processed": processed, "cross_pairs": processed}
+    if lengths is not None and answers is not None:
+        found["cross_pairs"] = (lengths * answers).sum()
+    elif lengths is not None or answers is not None:
+        found["cross_pairs"] = text["tokens"] * decoder["tokens"] // samples
+    return found
+
+
+def _dense(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Images of one size. Five dimensions are several images a sample when the channels come third."""
+    dense = next((inputs[name] for name in (*_DENSE, "inputs_embeds") if name in inputs), None)
+    if dense is None or dense.dim() < 2 or dense.numel() == 0 or any(True for _ in _grid_tensors(inputs)):
+        return {}
+    images = dense.shape[0] * (dense.shape[1] if dense.dim() == 5 and dense.shape[2] <= 4 else 1)
+    return {"images": images, "values": dense.numel(), "values_squared": dense.numel() ** 2 // images}
+
+
+def _grid_tensors(inputs: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield from (value for name, value in inputs.items() if name in ("image_grid_thw", "video_grid_thw"))
+
+
+def _grids(inputs: Mapping[str, torch.Tensor], window: PatchWindow | None) -> dict[str, Any]:
+    """Patches and their pairs from rows of (frames, patch rows, patch columns)."""
+    found: dict[str, Any] = {}
+    for grids in _grid_tensors(inputs):
+        frames, rows, columns = grids.long().unbind(1)
+        sums = {"patches": frames * rows * columns, "patch_pairs": frames * (rows * columns) ** 2}
+        if window:
+            sums["patch_pairs_window"] = frames * _squares(rows, window) * _squares(columns, window)
+        found |= {name: found.get(name, 0) + value.sum() for name, value in sums.items()}
+    return found
+
+
+def _squares(side: torch.Tensor, window: PatchWindow) -> torch.Tensor:
+    """Sum of the squared window sides along one side of an image."""
+    cells = side // window.merge
+    whole, rest = cells // window.cells, cells % window.cells
+    return window.merge**2 * (whole * window.cells**2 + rest**2)

@@ -1,0 +1,479 @@
+"""Ties work, time and peak together for one training loop, and writes what it learns to the run file.
+
+monitor = watch(model, optimizer, loader, output_dir="runs/mine")     # hooks mark phases and steps
+...
+monitor.finish_training()
+
+with TrainingMonitor("runs/mine", model=model) as monitor:            # or say it yourself
+    for step, batch in enumerate(monitor.batches(loader)):
+        loss = train(batch)
+        monitor.log_step(step, epoch=0, loss=loss, grad_norm=None, learning_rate=3e-4)
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from os import PathLike
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from flopmeter.config import MonitorConfig
+from flopmeter.errors import ConfigError, FlopmeterError
+from flopmeter.metrics import summarise
+from flopmeter.monitor.digest import Digest, Log, StepRecord
+from flopmeter.monitor.header import make_header
+from flopmeter.monitor.hooks import Hooks
+from flopmeter.monitor.measuring import FlopSource
+from flopmeter.monitor.schedule import Schedule
+from flopmeter.monitor.worker import Worker
+from flopmeter.monitor.workloads import WorkloadReader
+from flopmeter.record import RunWriter, load_run, write_training_log
+from flopmeter.schema import PHASES, RUN_FILE
+from flopmeter.sinks import SinkContext, check_sinks
+from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
+from flopmeter.timing.late import LateNumbers
+
+logger = logging.getLogger("flopmeter")
+
+MAX_FAILURES = 3
+DRAIN_S = 10.0
+_OVERHEAD_EVERY = 16
+
+_T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _harmless(method: _Method) -> _Method:
+    """After the first step nothing of ours may stop a run: a failure is logged, the third one switches us off."""
+
+    @wraps(method)
+    def guarded(self: TrainingMonitor, *args: Any, **kwargs: Any) -> None:
+        if self._num_failures >= MAX_FAILURES:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
+            self._note_failure(method.__name__, error)
+
+    return cast(_Method, guarded)
+
+
+class TrainingMonitor:
+    """Measures a training run from inside its loop. Everything it learns goes to `<output_dir>/run.jsonl`.
+
+    With an optimizer, a step ends when the optimizer has stepped after a forward pass, and `log_step` adds loss and
+    learning rate to it; without one, `log_step` ends the step.
+
+    Args:
+        config: A YAML file, a preset's name, a mapping, or a MonitorConfig.
+        log_file: Name of the plain JSON document that `save_logs` writes beside the run file.
+        flops_profile_freq: Steps between two measurements of FLOPs; None takes it from the config.
+        model: The object that the loop calls; without it FLOPs stay unknown until `set_model_ref`.
+        optimizer: Its steps are the steps.
+        loader: A DataLoader whose waits are timed; any other iterable goes through `batches`.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | PathLike[str],
+        config: str | PathLike[str] | Mapping[str, Any] | MonitorConfig | None = None,
+        log_file: str = "training_log.json",
+        flops_profile_freq: int | None = None,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        loader: Any = None,
+    ) -> None:
+        self.config = MonitorConfig.load(config)
+        check_sinks(self.config.sink_names)
+        self.output_dir = Path(output_dir)
+        self.run_path = self.output_dir / RUN_FILE
+        self.log_path = self.output_dir / log_file
+        self._argument = flops_profile_freq
+        self._schedule = self._make_schedule(phase=None)
+        self._clock = PhaseClock()
+        self._numbers = LateNumbers()
+        self._hooks = Hooks(self)
+        self._source: FlopSource | None = None
+        self._workloads: WorkloadReader | None = None
+        self._worker: Worker | None = None
+        self._digest = Digest(self.config)
+        self._pending: deque[StepRecord] = deque()
+        self._ended: StepRecord | None = None
+        self._values: dict[str, Any] = {}
+        self._num_steps = 0
+        self._num_failures = 0
+        self._own_ns = 0
+        self._overhead = 0.0
+        self._started_s = 0.0
+        self._has_forward = False
+        self._evaluating_since_ns: int | None = None
+        self._state = "new"
+        self._has_optimizer = optimizer is not None
+        self._model: nn.Module | None = None
+        if model is not None:
+            self.set_model_ref(model)
+        if optimizer is not None:
+            self._hooks.attach_optimizer(optimizer)
+        if loader is not None:
+            self._hooks.attach_loader(loader)
+
+    def set_model_ref(self, model: nn.Module) -> None:
+        """Name the object that the loop calls: its forward passes are marked, its steps measured."""
+        if model is self._model:
+            return
+        self._model = model
+        self._source = FlopSource(model, self.config, self._event)
+        self._workloads = WorkloadReader(self._source.needs)
+        self._digest.source = self._source
+        self._hooks.attach_model(model)
+
+    def set_training_phase(self, phase: str) -> None:
+        """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings."""
+        measuring_s = self._schedule.measuring_s
+        self._schedule = self._make_schedule(phase)
+        self._schedule.measuring_s = measuring_s
+        self._event("training_phase", phase=phase, interval_steps=self._schedule.interval_steps)
+
+    def start_training(self) -> None:
+        """Write the header and start the clock. `log_step` does it by itself when it was forgotten."""
+        if self._state != "new":
+            return
+        self._state = "running"
+        self._started_s = time.monotonic()
+        header = make_header(self._model, self.config)
+        context = SinkContext(config=self.config, output_dir=self.output_dir, header=header)
+        self._worker = Worker(
+            RunWriter(self.run_path),
+            self.config.sink_names,
+            context,
+            self._digest,
+            flush_every=self.config.monitoring.flush_every,
+            flush_s=self.config.monitoring.flush_s,
+        )
+        self._worker.put(header)
+        self._worker.drain(1.0)  # a run that dies at once has left its header
+        _finish_at_exit(self)
+        self._clock.start()
+
+    def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
+        """Iterate over any loader, timing the wait for each batch."""
+        self.start_training()
+        iterator = iter(loader)
+        while True:
+            self.on_wait()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.on_batch()
+            yield batch
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the step as one of the phases: data_wait, host_to_device, forward, backward, optimizer."""
+        if name not in PHASES:
+            raise ConfigError(f"there is no phase {name!r}; there are: {', '.join(PHASES)}")
+        with self._clock.phase(PHASES.index(name)):
+            yield
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Time something between steps (eval, checkpoint): it is lost time, not step time."""
+        self.start_training()
+        try:
+            with self._clock.pause() as lasted_s:
+                yield
+        finally:
+            self._event("pause", name=name, duration_s=lasted_s())
+
+    @_harmless
+    def log_step(
+        self,
+        step: int,
+        epoch: float | None = None,
+        loss: Any = None,
+        grad_norm: Any = None,
+        learning_rate: float | None = None,
+        attention_mask: Any = None,
+        skip_wandb: bool = False,
+        **extra: Any,
+    ) -> None:
+        """Tell the loop's own numbers. `loss` and `grad_norm` may be tensors on the device; they are read later.
+
+        Args:
+            attention_mask: Only needed where the model is not called with it.
+            skip_wandb: Keep this step out of W&B; it is in the run file all the same.
+            extra: More numbers, recorded under their own names.
+        """
+        start_ns = perf_counter_ns()
+        self.start_training()
+        if attention_mask is not None and self._workloads is not None:
+            self._workloads.see_mask(attention_mask)
+        if not self._has_optimizer:
+            self._end_step()
+        values: dict[str, Any] = {
+            "step": step,
+            "epoch": epoch,
+            "lr": learning_rate,
+            "skip_wandb": skip_wandb,
+            "extra": extra,
+        }
+        values["loss"] = None if loss is None else self._numbers.take(loss)
+        values["grad_norm"] = None if grad_norm is None else self._numbers.take(grad_norm)
+        if self._ended is not None:
+            self._hand_over(values)
+        else:
+            self._values = values  # before the optimizer steps: they belong to the step that is running
+        self._own_ns += perf_counter_ns() - start_ns
+
+    @_harmless
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Send numbers of your own to the record and to all sinks, at once."""
+        number = self._digest.last_step if step is None else step
+        self._put(Log({"kind": "event", "event": "metrics", "step": number, "metrics": dict(metrics)}, number, metrics))
+
+    @_harmless
+    def log_evaluation(
+        self,
+        step: int,
+        eval_loss: float,
+        eval_accuracy: float | None = None,
+        additional_metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record an evaluation, and send it to all sinks."""
+        metrics = {"eval/loss": eval_loss} | ({} if eval_accuracy is None else {"eval/accuracy": eval_accuracy})
+        metrics |= {f"eval/{name}": value for name, value in (additional_metrics or {}).items()}
+        self._put(Log({"kind": "event", "event": "evaluation", "step": step, "metrics": metrics}, step, metrics))
+
+    @_harmless
+    def log_epoch(self, epoch: float, avg_loss: float, elapsed_time: float, current_step: int | None = None) -> None:
+        """Record the end of an epoch, and send it to all sinks."""
+        number = self._digest.last_step if current_step is None else current_step
+        fields = {"epoch": epoch, "avg_loss": avg_loss, "elapsed_time": elapsed_time, "step": number}
+        metrics = {"epoch/loss": avg_loss, "epoch/seconds": elapsed_time, "training/epoch": epoch}
+        self._put(Log({"kind": "event", "event": "epoch", **fields}, number, metrics))
+
+    @_harmless
+    def save_logs(self) -> None:
+        """Write the run so far as one JSON document (`training_log.json`)."""
+        if self._worker is not None:
+            self._worker.drain(DRAIN_S)
+        write_training_log(load_run(self.run_path), self.log_path)
+
+    def finish_training(self) -> dict[str, float]:
+        """Close the run file with a summary, and give it. Safe to call twice."""
+        if self._state == "running":
+            self._state = "finished"
+            self._close()
+        return self.summary()
+
+    def summary(self) -> dict[str, float]:
+        """The run so far in a few numbers, from the record."""
+        try:
+            run = load_run(self.run_path)
+        except FlopmeterError as error:
+            logger.warning("no summary: %s", error)
+            return {}
+        return summarise(run.columns, run.steady())
+
+    def __enter__(self) -> TrainingMonitor:
+        self.start_training()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish_training()
+
+    # What the hooks tell. These run on every step: they only move the clock.
+
+    def on_wait(self) -> None:
+        self._end_evaluation()
+        self._clock.switch(DATA_WAIT)
+
+    def on_batch(self) -> None:
+        self._clock.switch(HOST_TO_DEVICE)
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._state == "new":
+            self.start_training()
+        self._end_evaluation()
+        self._clock.switch(FORWARD)
+        self._has_forward = True
+        if self._workloads is not None and self._num_failures < MAX_FAILURES:
+            try:
+                self._workloads.see(args, kwargs)
+            except Exception as error:  # noqa: BLE001 - an odd batch must not stop the forward pass
+                self._note_failure("reading the batch", error)
+
+    def on_forward_end(self) -> None:
+        self._clock.switch(OTHER)
+
+    def on_evaluation(self) -> None:
+        if self._state == "running" and self._evaluating_since_ns is None:
+            self._evaluating_since_ns = perf_counter_ns()
+            self._clock.switch(PAUSE)
+
+    def on_backward(self) -> None:
+        self._clock.switch(BACKWARD)
+
+    def on_backward_end(self) -> None:
+        self._clock.switch(OTHER)
+
+    def on_optimizer(self) -> None:
+        self._clock.switch(OPTIMIZER)
+
+    def on_optimizer_end(self) -> None:
+        self._clock.switch(OTHER)
+        if self._has_forward:  # several optimizers in a row belong to one step
+            start_ns = perf_counter_ns()
+            self._end_step()
+            self._own_ns += perf_counter_ns() - start_ns
+
+    def _end_evaluation(self) -> None:
+        if self._evaluating_since_ns is not None:
+            duration_s = (perf_counter_ns() - self._evaluating_since_ns) / 1e9
+            self._evaluating_since_ns = None
+            self._clock.switch(OTHER)
+            self._event("pause", name="eval", duration_s=duration_s)
+
+    @_harmless
+    def _end_step(self) -> None:
+        self.start_training()
+        self._end_evaluation()
+        if self._ended is not None:
+            self._hand_over({})
+        step_time = self._clock.end_step()
+        self._has_forward = False
+        record = StepRecord(index=self._num_steps, time_s=time.time(), step_time=step_time)
+        record.seen = self._workloads.take() if self._workloads is not None else []
+        if self._schedule.is_warmup(self._num_steps):
+            record.marks.append("warmup")
+        self._num_steps += 1
+        self._finish_measurement(record)
+        if self._num_steps % _OVERHEAD_EVERY == 1:
+            self._overhead = self._overhead_share()
+        record.overhead_share = self._overhead
+        self._ended = record
+        if self._values:
+            self._hand_over(self._values)
+            self._values = {}
+        self._maybe_measure()
+
+    def _hand_over(self, values: Mapping[str, Any]) -> None:
+        assert self._ended is not None
+        record, self._ended = self._ended, None
+        record.values = values
+        if not self._pending and record.is_ready():
+            self._put(record)
+            return
+        self._pending.append(record)
+        while self._pending and self._pending[0].is_ready():
+            self._put(self._pending.popleft())
+
+    def _finish_measurement(self, record: StepRecord) -> None:
+        """Close a measurement that ran through this step, and learn from it."""
+        source, step_s = self._source, record.step_time.step_ns / 1e9
+        if source is None or not source.is_measuring:
+            if not record.marks:
+                self._schedule.note_step(step_s)
+            return
+        start_ns = perf_counter_ns()
+        record.marks.append(source.kind)
+        source.finish(record.seen)
+        self._schedule.note_measured(self._num_steps, step_s, (perf_counter_ns() - start_ns) / 1e9)
+
+    def _maybe_measure(self) -> None:
+        source = self._source
+        if source is None or self._num_steps < self._schedule.next_step or not source.measures or source.is_measuring:
+            return
+        own_s = self._own_ns / 1e9 + (self._worker.own_cpu_s if self._worker is not None else 0.0)
+        if self._schedule.is_due(self._num_steps, time.monotonic() - self._started_s, own_s):
+            source.start()
+
+    def _overhead_share(self) -> float:
+        run_s = time.monotonic() - self._started_s
+        threads_s = self._worker.own_cpu_s if self._worker is not None else 0.0
+        return (self._own_ns / 1e9 + threads_s + self._schedule.measuring_s) / run_s if run_s > 0 else 0.0
+
+    def _make_schedule(self, phase: str | None) -> Schedule:
+        interval = self.config.measuring_interval(argument=self._argument, phase=phase)
+        settings = self.config.monitoring
+        is_profiler = settings.mfu_calculation_mode == "profiler"
+        if is_profiler and interval.is_explicit and interval.steps:
+            logger.warning("measuring every %d steps as %s says, whatever it costs", interval.steps, interval.setting)
+        budget = None if is_profiler and interval.is_explicit else settings.overhead_budget
+        first = settings.performance_monitoring.smart_mode.initial_profiling or is_profiler
+        return Schedule(interval.steps, budget, measures_first=first)
+
+    @_harmless
+    def _close(self) -> None:
+        self._hooks.remove()
+        self._end_evaluation()
+        if self._source is not None:
+            self._source.abandon()
+        if self._ended is not None:
+            self._hand_over(self._values)
+        while self._pending:
+            self._put(self._pending.popleft())
+        if self._worker is None:
+            return
+        self._worker.drain(DRAIN_S)
+        summary = {"kind": "summary", "time": time.time(), "num_steps": self._num_steps, "metrics": self.summary()}
+        self._worker.close([summary])
+        if self.run_path.exists():
+            write_training_log(load_run(self.run_path), self.log_path)
+
+    def _event(self, event: str, **fields: Any) -> None:
+        self._put({"kind": "event", "event": event, "time": time.time(), "after_step": self._num_steps, **fields})
+
+    def _put(self, item: Any) -> None:
+        if self._worker is None:
+            self.start_training()
+        if self._worker is not None:
+            self._worker.put(item)
+
+    def _note_failure(self, where: str, error: Exception) -> None:
+        self._num_failures += 1
+        off = "; monitoring is now off" if self._num_failures >= MAX_FAILURES else ""
+        logger.warning("%s failed (%s: %s); training goes on%s", where, type(error).__name__, error, off)
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    loader: Any = None,
+    output_dir: str | PathLike[str] = "runs/run",
+    config: str | PathLike[str] | Mapping[str, Any] | MonitorConfig | None = None,
+) -> TrainingMonitor:
+    """Monitor a loop by hooks alone: phases, steps and FLOPs without a line of code in it.
+
+    `log_step` is only needed to have loss and learning rate in the record too.
+    """
+    monitor = TrainingMonitor(output_dir, config, model=model, optimizer=optimizer, loader=loader)
+    monitor.start_training()
+    return monitor
+
+
+def _finish_at_exit(monitor: TrainingMonitor) -> None:
+    """A forgotten `finish_training` still leaves a complete record; the monitor can be collected all the same."""
+    reference, pid = weakref.ref(monitor), os.getpid()
+
+    def finish() -> None:
+        alive = reference()
+        if alive is not None and os.getpid() == pid:
+            alive.finish_training()
+
+    atexit.register(finish)

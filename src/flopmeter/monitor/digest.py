@@ -1,0 +1,160 @@
+"""From what the training thread noted to the numbers of a step: runs in the background, on numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flopmeter.config import MonitorConfig
+from flopmeter.metrics import Step, Window
+from flopmeter.monitor.workloads import Seen, resolve
+from flopmeter.schema import PHASES
+from flopmeter.timing import StepTime
+from flopmeter.timing.late import LateNumber
+
+if TYPE_CHECKING:
+    from flopmeter.monitor.measuring import FlopSource
+
+_BASIC = ("global_step", "training/loss", "training/lr", "training/epoch")
+
+
+@dataclass(kw_only=True, slots=True)
+class StepRecord:
+    """One step as the training thread left it: nothing is computed, nothing is read yet."""
+
+    index: int
+    """Steps of this process before it."""
+    time_s: float
+    """Unix time at its end."""
+    step_time: StepTime
+    """Wall time, by phase."""
+    seen: list[Seen] = field(default_factory=list)
+    """What the model was given, micro-batch by micro-batch."""
+    marks: list[str] = field(default_factory=list)
+    """Why it does not represent the run."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What `log_step` was told."""
+    overhead_share: float = 0.0
+    """What flopmeter itself had used up to here."""
+
+    def is_ready(self) -> bool:
+        """Whether the device has caught up with it."""
+        for name in ("loss", "grad_norm"):
+            value = self.values.get(name)
+            if type(value) is LateNumber and not value.is_ready():
+                return False
+        return True
+
+
+class Log(NamedTuple):
+    """Something to record and send on at once."""
+
+    line: Mapping[str, Any]
+    step: int
+    metrics: Mapping[str, float]
+
+
+class Delivery(NamedTuple):
+    """What becomes of an item."""
+
+    line: Mapping[str, Any]
+    """For the run file."""
+    step: int = 0
+    all_metrics: Mapping[str, float] | None = None
+    """For sinks that show every step."""
+    metrics: Mapping[str, float] | None = None
+    """For the others, at their rate; None when it is not their turn."""
+    skipped_sinks: tuple[str, ...] = ()
+
+
+class Digest:
+    """Makes the lines of the run file and the logs of the sinks.
+
+    A logged perf value is the aggregate since the last one, over steps that represent the run.
+    """
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self.source: FlopSource | None = None
+        self.last_step = 0
+        self._basic_every = config.basic_every
+        self._details_every = config.details_every
+        self._window = Window()
+        self._productive_s = 0.0
+        self._first_s: float | None = None
+
+    def __call__(self, item: StepRecord | Log) -> Delivery:
+        if isinstance(item, Log):
+            return Delivery(item.line, item.step, item.metrics, item.metrics)
+        step = self._step(item)
+        own = self._own_metrics(item)
+        metrics = {**own, **_compute([step], self._peaks())}
+        line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": metrics}
+        if item.marks:
+            line["marks"] = item.marks
+        else:
+            self._window.add(step)
+        skipped = ("wandb",) if item.values.get("skip_wandb") else ()
+        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics), skipped)
+
+    def _due(self, num_steps: int, metrics: Mapping[str, float]) -> dict[str, float] | None:
+        """What the sinks get now: the basics at their rate, the details at theirs."""
+        due: dict[str, float] = {}
+        if num_steps % self._basic_every == 0:
+            due |= {key: metrics[key] for key in _BASIC if key in metrics}
+        if num_steps % self._details_every == 0:
+            due |= {key: value for key, value in metrics.items() if not key.startswith("perf/")}
+            due |= {
+                key: metrics[key]
+                for key in ("perf/overhead_share", "perf/goodput", "perf/flop_error")
+                if key in metrics
+            }
+            due |= self._window.compute(self._peaks())
+            self._window = Window()
+        return due or None
+
+    def _step(self, item: StepRecord) -> Step:
+        workload = resolve(item.seen)
+        predicted = self.source.predict(workload) if self.source is not None and item.seen else None
+        return Step(
+            step_s=item.step_time.step_ns / 1e9,
+            phase_s={name: ns / 1e9 for name, ns in zip(PHASES, item.step_time.phase_ns, strict=True)},
+            samples=workload.samples or None,
+            tokens=workload.tokens or None,
+            tokens_processed=workload.tokens_processed or None,
+            model_flop=predicted.model_flop if predicted else None,
+            hardware_flop=predicted.hardware_flop if predicted else None,
+        )
+
+    def _own_metrics(self, item: StepRecord) -> dict[str, float]:
+        values = item.values
+        self.last_step = values["step"] if "step" in values else self.last_step + 1
+        metrics: dict[str, float] = {"global_step": self.last_step}
+        for key, name in (("training/epoch", "epoch"), ("training/lr", "lr")):
+            if values.get(name) is not None:
+                metrics[key] = values[name]
+        for key, name in (("training/loss", "loss"), ("training/grad_norm", "grad_norm")):
+            value = values.get(name)
+            if value is not None:
+                metrics[key] = value.read() if isinstance(value, LateNumber) else value
+        extra = values.get("extra") or {}
+        metrics |= {key: float(value) for key, value in extra.items() if isinstance(value, (int, float))}
+        metrics["perf/overhead_share"] = item.overhead_share
+        self._productive_s += item.step_time.step_ns / 1e9
+        if self._first_s is None:
+            self._first_s = item.time_s - item.step_time.step_ns / 1e9
+        elif item.time_s > self._first_s:
+            metrics["perf/goodput"] = self._productive_s / (item.time_s - self._first_s)
+        if self.source is not None and self.source.error is not None:
+            metrics["perf/flop_error"] = self.source.error
+        return metrics
+
+    def _peaks(self) -> Mapping[str, float]:
+        return self.source.peaks if self.source is not None else {}
+
+
+def _compute(steps: list[Step], peaks: Mapping[str, float]) -> dict[str, float]:
+    window = Window()
+    for step in steps:
+        window.add(step)
+    return window.compute(peaks)

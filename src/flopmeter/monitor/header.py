@@ -1,0 +1,50 @@
+"""What does a run say of itself when it starts?"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import time
+import uuid
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopmeter import __version__
+from flopmeter.config import MonitorConfig
+from flopmeter.schema import SCHEMA_VERSION
+
+
+def make_header(model: nn.Module | None, config: MonitorConfig) -> dict[str, Any]:
+    """The run file's first line."""
+    settings = config.monitoring
+    return {
+        "kind": "header",
+        "schema": SCHEMA_VERSION,
+        "run_id": uuid.uuid4().hex[:12],
+        "started_at": time.time(),
+        "host": socket.gethostname(),
+        "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
+        "model": type(model).__name__ if model is not None else "",
+        "num_parameters": sum(p.numel() for p in model.parameters()) if model is not None else 0,
+        "device": device_name(device_of(model)),
+        "mode": settings.mfu_calculation_mode,
+        "convention": settings.convention,
+        "versions": {"flopmeter": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def device_of(model: nn.Module | None) -> torch.device:
+    """Where the model's first parameter is."""
+    parameter = next(model.parameters(), None) if model is not None else None
+    return parameter.device if parameter is not None else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """As the driver gives it, for devices that have a driver."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,182 @@
+"""Where do the FLOPs of each step come from? The four modes: estimate, smart, profiler, hybrid."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopmeter.config import MonitorConfig
+from flopmeter.devices import normalise_dtype, peak_flops
+from flopmeter.errors import FlopmeterError
+from flopmeter.flops.counters import CounterReader, Unavailable, open_counters
+from flopmeter.flops.estimate import plan_of
+from flopmeter.flops.flop_count import FlopCount
+from flopmeter.flops.observe import ObservedStep
+from flopmeter.flops.prediction import Prediction, Predictor
+from flopmeter.flops.profiled import ProfiledStep
+from flopmeter.flops.workload import Needs, Workload
+from flopmeter.monitor.header import device_of
+from flopmeter.monitor.workloads import Seen, resolve
+from flopmeter.schema import StepMark
+
+logger = logging.getLogger("flopmeter")
+
+_FIELDS = (
+    "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
+    "by_op", "by_module", "growth", "coverage", "uncounted", "method", "convention", "left_out",
+)  # fmt: skip
+
+
+class FlopSource:
+    """Measures some steps and predicts the others.
+
+    `start`, `finish` and `abandon` are called on the training thread; `predict`, `peaks` and `error` from any.
+
+    Args:
+        event: Writes an event to the run file.
+    """
+
+    def __init__(self, model: nn.Module, config: MonitorConfig, event: Callable[..., None]) -> None:
+        self._model = model
+        self._settings = config.monitoring
+        self._event = event
+        self._measurement: ObservedStep | ProfiledStep | None = None
+        self._counters = self._open_counters()
+        self._peaks: dict[str, float | None] = {}
+        self._predictor = self._make_predictor()
+        self.mode = self._effective_mode()
+
+    @property
+    def needs(self) -> Needs:
+        """What to look for in a batch."""
+        return self._predictor.plan.needs if self._predictor is not None else Needs()
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are measured at all in this mode."""
+        return self.mode != "estimate"
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the running step is being measured."""
+        return self._measurement is not None
+
+    @property
+    def kind(self) -> StepMark:
+        """What a measured step is called in the record."""
+        return "profiled" if self.mode == "profiler" else "observed"
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the last prediction that a measurement tested."""
+        return self._predictor.error if self._predictor is not None else None
+
+    @property
+    def peaks(self) -> Mapping[str, float]:
+        """FLOP/s by dtype, as far as known."""
+        return {dtype: peak for dtype, peak in self._peaks.items() if peak is not None}
+
+    def start(self) -> None:
+        """Measure the step that begins now."""
+        measurement = ProfiledStep() if self.mode == "profiler" else ObservedStep([self._model])
+        measurement.start()
+        self._measurement = measurement
+
+    def finish(self, seen: list[Seen]) -> None:
+        """The measured step is over: learn from it."""
+        measurement, self._measurement = self._measurement, None
+        assert measurement is not None
+        measurement.stop()
+        count = measurement.result(self._settings.convention)
+        error = self._predictor.learn(count, resolve(seen)) if self._predictor is not None else None
+        self._find_peaks(count)
+        self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
+        if self._counters is not None:
+            self._event("counters", reader=self._counters.name, **asdict(self._counters.read()))
+
+    def abandon(self) -> None:
+        """The run ends in the middle of a measured step."""
+        measurement, self._measurement = self._measurement, None
+        if measurement is not None:
+            measurement.stop()
+        if self._counters is not None:
+            self._counters.close()
+
+    def predict(self, workload: Workload) -> Prediction | None:
+        """FLOPs of a step with this workload, by the dtype names of the peak table."""
+        if self._predictor is None:
+            return None
+        found = self._predictor.predict(workload)
+        return Prediction(_short(found.model_flop), _short(found.hardware_flop), found.method)
+
+    def _effective_mode(self) -> str:
+        mode = self._settings.mfu_calculation_mode
+        if mode != "hybrid":
+            return mode
+        is_profiler = self._counters is None and self._settings.performance_monitoring.hybrid_mode.fallback_to_profiler
+        return "profiler" if is_profiler else "smart"
+
+    def _open_counters(self) -> CounterReader | None:
+        hybrid = self._settings.performance_monitoring.hybrid_mode
+        if self._settings.mfu_calculation_mode != "hybrid" or not hybrid.hardware_counters_enabled:
+            return None
+        device = device_of(self._model)
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        reader = open_counters(str(device), uuid=uuid)
+        if isinstance(reader, Unavailable):
+            instead = "the profiler" if hybrid.fallback_to_profiler else "smart mode"
+            logger.warning("%s: using %s instead", reader, instead)
+            self._event("warning", message=f"{reader}: using {instead} instead")
+            return None
+        reader.start()
+        return reader
+
+    def _make_predictor(self) -> Predictor | None:
+        try:
+            plan = plan_of(self._model)
+        except FlopmeterError as error:
+            logger.warning("no closed form for this model: %s", error)
+            return None
+        is_calibrated = self._settings.performance_monitoring.smart_mode.calibration_enabled
+        predictor = Predictor(plan, self._settings.convention, is_calibrated=is_calibrated)
+        for dtype in {term.dtype for term in plan.terms}:
+            self._find_peak(normalise_dtype(dtype))
+        return predictor
+
+    def _find_peaks(self, count: FlopCount) -> None:
+        for dtype in (*count.by_dtype, *count.hardware_by_dtype):
+            self._find_peak(normalise_dtype(dtype))
+
+    def _find_peak(self, dtype: str) -> None:
+        if dtype in self._peaks:
+            return
+        try:
+            peak = peak_flops(device_of(self._model), dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
+        except FlopmeterError as error:
+            self._peaks[dtype] = None
+            logger.warning("MFU stays unknown: %s", error)
+            self._event("warning", message=str(error))
+            return
+        self._peaks[dtype] = peak.flop_per_s
+        details = {"flop_per_s": peak.flop_per_s, "source": peak.source, "note": peak.note}
+        self._event("peak", dtype=dtype, device=peak.device, **details)
+
+
+def _short(flop: Mapping[str, float]) -> dict[str, float]:
+    """FLOPs by the dtype names of the peak table."""
+    result: dict[str, float] = {}
+    for dtype, amount in flop.items():
+        name = normalise_dtype(dtype)
+        result[name] = result.get(name, 0.0) + amount
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,192 @@
+"""The thread that owns all output: the run file and the sinks. The training thread only hands lines over.
+
+Whatever a sink does (raise, hang, dawdle), the others go on and the training never waits: each sink has a thread and a
+bounded queue of its own, and what does not fit is counted and reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from queue import Empty, Full, Queue
+from typing import Any
+
+from flopmeter.monitor.digest import Delivery
+from flopmeter.record import RunWriter
+from flopmeter.sinks import Sink, SinkContext, open_sink, takes_every_step
+
+logger = logging.getLogger("flopmeter")
+
+MAX_QUEUED_STEPS = 10_000
+MAX_QUEUED_LOGS = 1_000
+WAKE_S = 0.25
+CLOSE_TIMEOUT_S = 10.0
+
+
+class SinkThread:
+    """Runs one sink, so that a sink that hangs holds up nobody else."""
+
+    def __init__(self, name: str, context: SinkContext) -> None:
+        self.name = name
+        self.takes_every_step = takes_every_step(name)
+        self.num_dropped = 0
+        self.cpu_s = 0.0
+        self._context = context
+        self._queue: Queue[tuple[int, Mapping[str, float]] | None] = Queue(MAX_QUEUED_LOGS)
+        self._thread = threading.Thread(target=self._run, name=f"flopmeter-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over; drops when the sink is behind by too much."""
+        try:
+            self._queue.put_nowait((step, metrics))
+        except Full:
+            self.num_dropped += 1
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the sink finish; False when it does not in time, and is then left behind."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except Full:
+            return False
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        sink: Sink | None = None
+        try:
+            sink = open_sink(self.name, self._context)
+            while (item := self._queue.get()) is not None:
+                sink.log(*item)
+                self.cpu_s = time.thread_time()
+        except Exception as error:  # noqa: BLE001 - a broken sink is switched off; the run goes on
+            logger.warning("the sink %s is switched off: %s: %s", self.name, type(error).__name__, error)
+            self._swallow()
+        if sink is not None:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001
+                logger.warning("the sink %s did not close: %s: %s", self.name, type(error).__name__, error)
+
+    def _swallow(self) -> None:
+        while self._queue.get() is not None:
+            self.num_dropped += 1
+
+
+class Worker:
+    """Turns what the training thread hands over into lines and logs, at its own pace.
+
+    Args:
+        digest: Makes the run file's line of an item, and says what the sinks get of it.
+    """
+
+    def __init__(
+        self,
+        writer: RunWriter,
+        sink_names: Iterable[str],
+        context: SinkContext,
+        digest: Callable[[Any], Delivery],
+        *,
+        flush_every: int,
+        flush_s: float,
+    ) -> None:
+        self.num_dropped = 0
+        """Items lost because the queue was full."""
+        self.cpu_s = 0.0
+        """CPU time of this thread: it holds the interpreter while it works."""
+        self._writer = writer
+        self._sinks = [SinkThread(name, context) for name in sink_names]
+        self._digest = digest
+        self._flush_every = flush_every
+        self._flush_s = flush_s
+        self._queue: deque[Any] = deque()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._idle = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="flopmeter", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        """Hand over an item: a step for `digest`, or a finished line. Never waits."""
+        if len(self._queue) >= MAX_QUEUED_STEPS:
+            self.num_dropped += 1
+            return
+        self._queue.append(item)
+
+    @property
+    def own_cpu_s(self) -> float:
+        """CPU time of all threads of ours."""
+        return self.cpu_s + sum(sink.cpu_s for sink in self._sinks)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all that was handed over is on disk; False when it takes too long."""
+        self._idle.clear()
+        self._wake.set()
+        return self._idle.wait(timeout_s)
+
+    def close(self, last: Iterable[Any] = ()) -> None:
+        """Write everything, then the `last` lines, and let the sinks go. Bounded in time; safe to call twice."""
+        if self._is_closing or os.getpid() != self._pid:
+            return
+        self._queue.extend(last)
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        for sink in self._sinks:
+            if not sink.close(CLOSE_TIMEOUT_S / 2):
+                logger.warning("the sink %s does not answer and is left behind", sink.name)
+            if sink.num_dropped:
+                logger.warning("the sink %s missed %d logs", sink.name, sink.num_dropped)
+        self._writer.close()
+
+    def _run(self) -> None:
+        num_unflushed, last_flush_s = 0, time.monotonic()
+        while True:
+            is_closing = self._is_closing
+            num_unflushed += self._work()
+            now_s = time.monotonic()
+            is_full = num_unflushed >= self._flush_every or now_s - last_flush_s >= self._flush_s
+            is_asked = not self._idle.is_set() and self._wake.is_set()
+            if (num_unflushed and is_full) or is_closing or is_asked:
+                self._writer.flush()
+                num_unflushed, last_flush_s = 0, now_s
+            self.cpu_s = time.thread_time()
+            if is_asked and not self._queue:
+                self._wake.clear()
+                self._idle.set()
+            if is_closing and not self._queue:
+                return
+            self._wake.wait(WAKE_S)
+
+    def _deliver(self, item: Any) -> None:
+        if isinstance(item, Mapping):
+            self._writer.write(item)
+            return
+        delivery = self._digest(item)
+        self._writer.write(delivery.line)
+        for sink in self._sinks:
+            metrics = delivery.all_metrics if sink.takes_every_step else delivery.metrics
+            if metrics is not None and sink.name not in delivery.skipped_sinks:
+                sink.log(delivery.step, metrics)
+
+    def _work(self) -> int:
+        """Digest what is queued; an item that cannot be digested costs only itself."""
+        num_lines = 0
+        while self._queue:
+            try:
+                item = self._queue.popleft()
+            except (IndexError, Empty):
+                break
+            try:
+                self._deliver(item)
+                num_lines += 1
+            except Exception as error:  # noqa: BLE001 - one bad step must not end the record
+                logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
+            if num_lines >= self._flush_every:
+                break
+        return num_lines

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from flopmeter.monitor.schedule import WARMUP_STEPS, Schedule
+
+
+def test_the_first_measurement_comes_right_after_the_warm_up() -> None:
+    schedule = Schedule(100, budget=0.005)
+    due = [step for step in range(10) if schedule.is_due(step, run_s=float(step), own_s=0.0)]
+    assert due[0] == WARMUP_STEPS
+
+
+def test_then_every_interval() -> None:
+    schedule, measured = Schedule(100, budget=None), []
+    for step in range(450):
+        if schedule.is_due(step, run_s=float(step), own_s=0.0):
+            measured.append(step)
+            schedule.note_measured(step, step_s=1.0, reading_s=0.0)
+    assert measured == [WARMUP_STEPS + 100 * i for i in range(5)]
+
+
+def test_an_interval_of_zero_measures_once() -> None:
+    schedule = Schedule(0, budget=0.005)
+    schedule.note_measured(WARMUP_STEPS, step_s=1.0, reading_s=0.0)
+    assert not any(schedule.is_due(step, run_s=1e9, own_s=0.0) for step in range(10_000))
+
+
+def test_the_first_measurement_can_be_left_out() -> None:
+    schedule = Schedule(100, budget=None, measures_first=False)
+    assert next(step for step in range(150) if schedule.is_due(step, 1.0, 0.0)) == WARMUP_STEPS + 100
+
+
+def test_the_budget_stretches_the_interval() -> None:
+    schedule = Schedule(10, budget=0.01)
+    for _ in range(5):
+        schedule.note_step(1.0)
+    schedule.note_measured(3, step_s=2.5, reading_s=0.5)  # 1.5 s longer than a typical step, 0.5 s to read
+    assert schedule.measuring_s == 2.0
+    # The next one is expected to cost another 2 s: 4 s are 1 % of 400 s.
+    assert not schedule.is_due(100, run_s=399.0, own_s=0.0)
+    assert schedule.is_due(100, run_s=400.0, own_s=0.0)
+
+
+def test_what_else_the_monitor_spends_counts_in_the_budget() -> None:
+    schedule = Schedule(10, budget=0.01)
+    schedule.note_measured(3, step_s=1.0, reading_s=0.0)
+    assert schedule.is_due(100, run_s=100.0, own_s=1.0)
+    assert not schedule.is_due(100, run_s=100.0, own_s=1.1)
+
+
+def test_without_a_budget_the_interval_rules() -> None:
+    schedule = Schedule(10, budget=None)
+    schedule.note_measured(3, step_s=100.0, reading_s=100.0)
+    assert schedule.is_due(13, run_s=1.0, own_s=1.0)
+
+
+def test_no_step_before_the_next_is_ever_due() -> None:
+    schedule = Schedule(7, budget=None)
+    for step in range(100):
+        assert not schedule.is_due(step, 1e9, 0.0) or step >= schedule.next_step
+        if step >= schedule.next_step:
+            schedule.note_measured(step, 1.0, 0.0)

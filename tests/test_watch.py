@@ -1,0 +1,354 @@
+"""`watch`: a loop that knows nothing of us is measured by hooks, and not changed by them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, dataloader
+
+from flopmeter import TrainingMonitor, load_run, watch
+
+CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}
+WIDTH, BATCH = 8, 4
+LAYER = 2 * BATCH * WIDTH * WIDTH
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+def make_loader(num_batches: int = 12, num_workers: int = 0) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(
+        list(torch.randn(num_batches * BATCH, WIDTH, generator=generator)), BATCH, num_workers=num_workers
+    )
+
+
+def train(model: Any, optimizer: Any, loader: Any, accumulate: int = 1) -> list[float]:
+    """The user's loop: nothing in it knows of flopmeter."""
+    torch.manual_seed(2)
+    losses = []
+    for index, batch in enumerate(loader, start=1):
+        loss = model(batch).square().mean()
+        loss.backward()
+        if index % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def watched(tmp_path: Path, config: Any = None, **kwargs: Any) -> tuple[list[float], TrainingMonitor]:
+    model, loader = make_model(), make_loader(kwargs.pop("num_batches", 12), kwargs.pop("num_workers", 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, loader, output_dir=tmp_path, config=config or CONFIG)
+    losses = train(model, optimizer, loader, **kwargs)
+    monitor.finish_training()
+    return losses, monitor
+
+
+def unwatched(**kwargs: Any) -> list[float]:
+    model, loader = make_model(), make_loader(kwargs.pop("num_batches", 12))
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **kwargs)
+
+
+@pytest.mark.parametrize("mode", ["smart", "estimate", "profiler", "hybrid"])
+def test_losses_are_bit_for_bit_the_same_in_every_mode(tmp_path: Path, mode: str) -> None:
+    config = {"monitoring": {**CONFIG["monitoring"], "mfu_calculation_mode": mode, "flops_profile_freq": 4}}
+    losses, _ = watched(tmp_path, config)
+    assert losses == unwatched()
+    assert len(load_run(tmp_path)) == 12
+
+
+def test_steps_flop_and_phases_come_from_hooks_alone(tmp_path: Path) -> None:
+    watched(tmp_path)
+    run = load_run(tmp_path)
+    assert len(run) == 12
+    # Two layers forward, both weights and one input backward.
+    assert run.column("perf/model_flop")[-1] == 5 * LAYER
+    for phase in ("data_wait", "forward", "backward", "optimizer"):
+        assert all(0 < share < 1 for share in run.column(f"perf/{phase}_share"))
+
+
+def test_a_step_is_an_optimizer_step_whatever_is_accumulated(tmp_path: Path) -> None:
+    losses, _ = watched(tmp_path, accumulate=3)
+    run = load_run(tmp_path)
+    assert losses == unwatched(accumulate=3)
+    assert len(run) == 4
+    assert run.column("perf/model_flop")[-1] == 3 * 5 * LAYER
+
+
+def test_log_step_adds_the_loops_numbers_to_the_step_before_it(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with TrainingMonitor(tmp_path, CONFIG, model=model, optimizer=optimizer) as monitor:
+        for step in range(10, 14):
+            loss = model(torch.ones(BATCH, WIDTH)).mean()
+            loss.backward()
+            optimizer.step()
+            monitor.log_step(step, epoch=1, loss=float(step), grad_norm=None, learning_rate=0.1, accuracy=0.5)
+    run = load_run(tmp_path)
+    assert list(run.step) == [10, 11, 12, 13]
+    assert list(run.column("training/loss")) == [10.0, 11.0, 12.0, 13.0]
+    assert list(run.column("accuracy")) == [0.5] * 4
+
+
+def test_evaluation_is_a_pause_and_no_step(tmp_path: Path) -> None:
+    model, loader = make_model(), make_loader(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, loader, output_dir=tmp_path, config=CONFIG)
+    train(model, optimizer, loader)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(BATCH, WIDTH))
+    train(model, optimizer, loader)
+    monitor.finish_training()
+    run = load_run(tmp_path)
+    assert len(run) == 12
+    assert [event["name"] for event in run.events if event["event"] == "pause"] == ["eval"]
+
+
+def test_everything_is_taken_away_again(tmp_path: Path) -> None:
+    model, loader = make_model(), make_loader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward, fetch = torch.autograd.backward, dataloader._BaseDataLoaderIter.__next__
+    threads = threading.active_count()
+    monitor = watch(model, optimizer, loader, output_dir=tmp_path, config=CONFIG)
+    train(model, optimizer, loader)
+    monitor.finish_training()
+    monitor.finish_training()
+    assert torch.autograd.backward is backward
+    assert dataloader._BaseDataLoaderIter.__next__ is fetch
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert threading.active_count() == threads
+
+
+def test_two_monitors_in_one_process_keep_to_their_own_model(tmp_path: Path) -> None:
+    first, second = make_model(), make_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    monitors = [
+        watch(model, optimizer, output_dir=tmp_path / str(i), config=CONFIG)
+        for i, (model, optimizer) in enumerate(zip((first, second), optimizers, strict=True))
+    ]
+    train(first, optimizers[0], make_loader(5))
+    train(second, optimizers[1], make_loader(7))
+    for monitor in monitors:
+        monitor.finish_training()
+    assert [len(load_run(tmp_path / str(i))) for i in range(2)] == [5, 7]
+
+
+class Graphs:
+    """A compiler back end that counts graphs: a hook that breaks one shows up here."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.num_graphs += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("way", ["torch.compile, hooked inside", "torch.compile, hooked outside", "module.compile"])
+def test_a_compiled_model_stays_one_graph_and_is_marked(tmp_path: Path, way: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    torch._dynamo.reset()
+    graphs, model = Graphs(), Model()
+    called: Any = model
+    if way == "module.compile":
+        model.compile(backend=graphs, fullgraph=True)
+    else:
+        called = torch.compile(model, backend=graphs, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked = model if "inside" in way else called
+    monitor = watch(hooked, optimizer, output_dir=tmp_path, config=CONFIG)
+    train(called, optimizer, make_loader())
+    monitor.finish_training()
+    run = load_run(tmp_path)
+    assert graphs.num_graphs == 1
+    assert len(run) == 12
+    assert all(share > 0 for share in run.column("perf/forward_share"))
+    torch._dynamo.reset()
+
+
+def test_hooks_do_not_travel_with_the_model(tmp_path: Path) -> None:
+    model = make_model()
+    monitor = watch(model, output_dir=tmp_path, config=CONFIG)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), AveragedModel(model), torch.load(file, weights_only=False)]
+    monitor.finish_training()
+    for twin in copies:
+        twin(torch.ones(BATCH, WIDTH))
+    assert len(load_run(tmp_path)) == 0
+
+
+def test_checkpointing_does_not_count_its_second_forward_as_a_batch(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+    for _ in range(6):
+        checkpoint(model, torch.ones(BATCH, WIDTH, requires_grad=True), use_reentrant=False).sum().backward()
+        optimizer.step()
+    monitor.finish_training()
+    run = load_run(tmp_path)
+    samples = [
+        rate * s for rate, s in zip(run.column("perf/samples_per_second"), run.column("perf/step_time"), strict=True)
+    ]
+    assert samples == pytest.approx([BATCH] * 6)
+
+
+def test_the_autograd_graph_is_free_after_log_step(tmp_path: Path) -> None:
+    model = make_model()
+    with TrainingMonitor(tmp_path, CONFIG, model=model) as monitor:
+        hidden = model(torch.ones(BATCH, WIDTH))
+        graph = weakref.ref(hidden)
+        loss = hidden.mean()
+        loss.backward()
+        monitor.log_step(1, 0, loss, loss * 2, 0.1)
+        del hidden, loss
+        gc.collect()
+        assert graph() is None
+
+
+def test_nothing_is_read_from_the_device(tmp_path: Path) -> None:
+    # On the meta device every way of reading raises; so would it stop a GPU.
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.embedding(input_ids)).mean()
+
+    model = Tagger().to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"monitoring": {**CONFIG["monitoring"], "mfu_calculation_mode": "estimate"}}
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=config)
+    ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    for step in range(4):
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        loss.backward()
+        optimizer.step()
+        monitor.log_step(step, 0, loss, loss.detach(), 0.1, attention_mask=torch.ones_like(ids))
+    assert monitor._num_failures == 0
+    monitor.finish_training()
+
+
+def test_loader_workers_inherit_nothing_that_breaks(tmp_path: Path) -> None:
+    losses, _ = watched(tmp_path, num_workers=2)
+    assert losses == unwatched()
+    assert len(load_run(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_recorded_as_it_is(tmp_path: Path, loss: float) -> None:
+    with TrainingMonitor(tmp_path, CONFIG) as monitor:
+        monitor.log_step(1, 0, torch.tensor(loss), None, None)
+        monitor.log_step(5, 0, 1.0, None, None)
+        monitor.log_step(2, 0, 1.0, None, None)  # resumed from a checkpoint
+    run = load_run(tmp_path)
+    assert str(run.column("training/loss")[0]) == str(loss)
+    assert list(run.step) == [1, 5, 2]
+
+
+def test_own_events_evaluations_and_metrics_are_recorded(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, CONFIG) as monitor:
+        monitor.log_step(1, 0, 1.0, None, None)
+        monitor.log_evaluation(1, eval_loss=0.5, eval_accuracy=0.9, additional_metrics={"f1": 0.8})
+        monitor.log_metrics({"custom/x": 3.0}, step=1)
+        monitor.log_epoch(0, avg_loss=1.0, elapsed_time=2.0)
+    events = {event["event"]: event for event in load_run(tmp_path).events}
+    assert events["evaluation"]["metrics"] == {"eval/loss": 0.5, "eval/accuracy": 0.9, "eval/f1": 0.8}
+    assert events["metrics"]["metrics"] == {"custom/x": 3.0}
+    assert events["epoch"]["avg_loss"] == 1.0
+
+
+SCRIPT = """
+import sys, torch
+from flopmeter import watch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = watch(model, optimizer, output_dir=sys.argv[1], config={"monitoring": {"sinks": [], "flush_every": 5}})
+for step in range(int(sys.argv[2])):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    monitor.log_step(step, 0, 1.0, None, None)
+    if sys.argv[3:] and step == 20:
+        print("ready", flush=True)
+        exec(sys.argv[3])
+"""
+
+
+def script(tmp_path: Path, num_steps: int, *then: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(num_steps), *then]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_forgotten_finish_leaves_a_closed_record(tmp_path: Path) -> None:
+    with script(tmp_path, 30) as process:
+        assert process.wait(120) == 0
+    run = load_run(tmp_path)
+    assert len(run) == 30
+    assert run.summary is not None
+
+
+def test_an_exception_reaches_the_user_untouched_and_the_record_is_closed(tmp_path: Path) -> None:
+    with script(tmp_path, 30, "raise KeyError('mine')") as process:
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert stderr.rstrip().endswith("KeyError: 'mine'")
+    run = load_run(tmp_path)
+    assert len(run) == 21
+    assert run.summary is not None
+
+
+def test_ctrl_c_leaves_a_closed_record(tmp_path: Path) -> None:
+    with script(tmp_path, 30, "import time; time.sleep(60)") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert load_run(tmp_path).summary is not None
+
+
+def test_kill_9_loses_no_more_than_the_flush_bound(tmp_path: Path) -> None:
+    with script(tmp_path, 30, "import time; time.sleep(60)") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        threading.Event().wait(2.0)  # the thread has long been awake since
+        process.kill()
+    run = load_run(tmp_path)
+    assert len(run) > 21 - 5  # `flush_every: 5`
+    assert run.summary is None
+    assert run.skipped == []
+    for line in (tmp_path / "run.jsonl").read_text().splitlines():
+        json.loads(line)

@@ -1,0 +1,197 @@
+"""The background thread: whatever a sink or the disk does, nothing blocks and nothing grows without bound."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flopmeter import sinks
+from flopmeter.config import MonitorConfig
+from flopmeter.monitor import worker as worker_module
+from flopmeter.monitor.digest import Delivery
+from flopmeter.monitor.worker import Worker
+from flopmeter.record import RunWriter, load_run
+from flopmeter.sinks import SinkContext
+
+HEADER = {"kind": "header", "schema": 1}
+
+
+def digest(item: Any) -> Delivery:
+    line = {"kind": "step", "step": item, "metrics": {"x": float(item)}}
+    return Delivery(line, item, line["metrics"], line["metrics"] if item % 2 == 0 else None)
+
+
+class Recorder:
+    """A sink that remembers what it got."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self.logs: list[tuple[int, Mapping[str, float]]] = []
+        self.is_closed = False
+        opened.append(self)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.logs.append((step, metrics))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+opened: list[Recorder] = []
+
+
+@pytest.fixture(autouse=True)
+def extra_sinks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, type], None]:
+    """Lets a test put a sink of its own into the folder of sinks."""
+    names = sinks.available_sinks()
+
+    def add(name: str, sink: type) -> None:
+        module = ModuleType(f"flopmeter.sinks.{name}")
+        module.Sink = sink  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        names.append(name)
+
+    monkeypatch.setattr(sinks, "available_sinks", lambda: names)
+    monkeypatch.setattr(worker_module, "CLOSE_TIMEOUT_S", 0.6)
+    opened.clear()
+    return add
+
+
+def make(tmp_path: Path, *names: str, flush_every: int = 200) -> Worker:
+    context = SinkContext(config=MonitorConfig(), output_dir=tmp_path)
+    return Worker(RunWriter(tmp_path / "run.jsonl"), names, context, digest, flush_every=flush_every, flush_s=60.0)
+
+
+def test_what_is_handed_over_reaches_the_disk_and_the_sinks(
+    tmp_path: Path, extra_sinks: Callable[[str, type], None]
+) -> None:
+    extra_sinks("recorder", Recorder)
+    worker = make(tmp_path, "recorder")
+    for item in (HEADER, 1, 2, 3, 4):
+        worker.put(item)
+    worker.close([{"kind": "summary"}])
+    run = load_run(tmp_path)
+    assert list(run.step) == [1, 2, 3, 4]
+    assert run.summary is not None
+    assert opened[0].logs == [(2, {"x": 2.0}), (4, {"x": 4.0})]
+    assert opened[0].is_closed
+
+
+def test_draining_puts_all_of_it_on_disk_now(tmp_path: Path) -> None:
+    worker = make(tmp_path)
+    for item in (HEADER, *range(50)):
+        worker.put(item)
+    assert worker.drain(5.0)
+    assert len(load_run(tmp_path)) == 50
+    worker.close()
+
+
+class Broken(Recorder):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise OSError("planted")
+
+
+class Unopenable(Recorder):
+    def __init__(self, context: SinkContext) -> None:
+        raise ConnectionError("planted")
+
+
+@pytest.mark.parametrize("kind", [Broken, Unopenable])
+def test_a_sink_that_raises_is_switched_off_and_the_others_go_on(
+    tmp_path: Path, extra_sinks: Callable[[str, type], None], kind: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra_sinks("recorder", Recorder)
+    extra_sinks("bad", kind)
+    with caplog.at_level(logging.WARNING):
+        worker = make(tmp_path, "bad", "recorder")
+        for item in (HEADER, *range(20)):
+            worker.put(item)
+        worker.close()
+    good = next(sink for sink in opened if type(sink) is Recorder)
+    assert len(good.logs) == 10
+    assert len(load_run(tmp_path)) == 20
+    assert sum("the sink bad is switched off" in record.message for record in caplog.records) == 1
+
+
+def test_a_sink_that_hangs_holds_up_nobody_and_is_left_behind(
+    tmp_path: Path, extra_sinks: Callable[[str, type], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+
+    class Hanging(Recorder):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            release.wait(60)
+
+    extra_sinks("recorder", Recorder)
+    extra_sinks("hanging", Hanging)
+    with caplog.at_level(logging.WARNING):
+        worker = make(tmp_path, "hanging", "recorder")
+        start_s = time.monotonic()
+        for item in (HEADER, *range(20)):
+            worker.put(item)
+        assert worker.drain(5.0)
+        worker.close()
+    assert time.monotonic() - start_s < 30  # not the 60 s that the sink hangs for
+    good = next(sink for sink in opened if type(sink) is Recorder)
+    assert len(good.logs) == 10
+    assert len(load_run(tmp_path)) == 20
+    assert "does not answer" in caplog.text
+    release.set()
+
+
+def test_a_sink_that_is_too_slow_loses_logs_and_they_are_counted(
+    tmp_path: Path, extra_sinks: Callable[[str, type], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MAX_QUEUED_LOGS", 5)
+    release = threading.Event()
+
+    class Slow(Recorder):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            release.wait(60)
+
+    extra_sinks("slow", Slow)
+    worker = make(tmp_path, "slow")
+    for item in (HEADER, *range(100)):
+        worker.put(item)
+    assert worker.drain(5.0)
+    # 50 logs: one in the sink's hands, five in its queue, and one more that may have been taken meanwhile.
+    assert worker._sinks[0].num_dropped in (43, 44, 45)
+    release.set()
+    worker.close()
+
+
+def test_the_queue_of_the_training_thread_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "MAX_QUEUED_STEPS", 10)
+    worker = make(tmp_path)
+    worker._is_closing = True  # the thread ends: nobody empties the queue
+    worker._wake.set()
+    worker._thread.join()
+    for item in range(100):
+        worker.put(item)
+    assert worker.num_dropped == 90
+
+
+def test_an_item_that_cannot_be_digested_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = make(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for item in (HEADER, 1, "nonsense", 2):
+            worker.put(item)
+        worker.close()
+    assert list(load_run(tmp_path).step) == [1, 2]
+    assert "a step was not recorded" in caplog.text
+
+
+def test_closing_twice_is_fine_and_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    worker = make(tmp_path)
+    worker.put(HEADER)
+    worker.close()
+    worker.close()
+    assert threading.active_count() == before
