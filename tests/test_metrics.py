@@ -70,6 +70,12 @@ def test_hfu_uses_what_ran_and_mfu_what_was_needed() -> None:
     assert (result["perf/mfu"], result["perf/hfu"]) == (pytest.approx(0.3), pytest.approx(0.4))
 
 
+def test_processed_mfu_counts_padding_as_work() -> None:
+    window = Window()
+    window.add(Step(step_s=1.0, model_flop={"bf16": 3.0}, processed_flop={"bf16": 5.0}))
+    assert window.compute({"bf16": 10.0})["perf/mfu_processed"] == pytest.approx(0.5)
+
+
 def test_an_empty_window_says_nothing() -> None:
     assert Window().compute({"bf16": 1.0}) == {}
 

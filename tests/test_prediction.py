@@ -22,7 +22,7 @@ import truth
 from flopmeter.flops.estimate import plan_of
 from flopmeter.flops.flop_count import Convention
 from flopmeter.flops.observe import observe
-from flopmeter.flops.prediction import Predictor
+from flopmeter.flops.prediction import Predictor, as_if_unpadded
 from flopmeter.flops.workload import Workload, workload_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the models' own libraries
@@ -177,6 +177,13 @@ def test_the_published_error_is_that_of_the_prediction_that_was_tested() -> None
     error = predictor.learn(count, workload)
     assert error == pytest.approx(promised / count.model_flop - 1)
     assert predictor.predict(workload).method == "counted"
+
+
+def test_padding_taken_as_work_is_the_batch_without_padding() -> None:
+    padded = Workload.of_lengths([96, 17, 50], 96)
+    whole = Workload.of_lengths([96, 96, 96], 96)
+    assert as_if_unpadded(padded) == whole
+    assert as_if_unpadded(whole) is whole
 
 
 def test_without_calibration_the_closed_form_stays_as_it_is() -> None:

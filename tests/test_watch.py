@@ -352,3 +352,10 @@ def test_kill_9_loses_no_more_than_the_flush_bound(tmp_path: Path) -> None:
     assert run.skipped == []
     for line in (tmp_path / "run.jsonl").read_text().splitlines():
         json.loads(line)
+
+
+@pytest.mark.parametrize("mode", ["smart", "profiler", "hybrid", "estimate"])
+def test_every_mode_has_the_same_flop_between_measurements(tmp_path: Path, mode: str) -> None:
+    config = {"monitoring": {**CONFIG["monitoring"], "mfu_calculation_mode": mode, "flops_profile_freq": 0}}
+    watched(tmp_path, config)
+    assert load_run(tmp_path).column("perf/model_flop")[-1] == pytest.approx(5 * LAYER)

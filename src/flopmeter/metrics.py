@@ -25,6 +25,8 @@ class Step:
     """FLOPs the mathematics needs, by dtype of the operation; None while they are unknown."""
     hardware_flop: Mapping[str, float] | None = None
     """FLOPs that ran, recomputation included, by dtype."""
+    processed_flop: Mapping[str, float] | None = None
+    """Model FLOPs as if padding were tokens like any other, by dtype."""
     tokens: int | None = None
     """Tokens that are not padding, over all micro-batches."""
     tokens_processed: int | None = None
@@ -87,10 +89,14 @@ class Window:
             if mfu is not None:
                 result["perf/mfu"] = mfu
                 result["perf/mfu_percent"] = 100 * mfu
-        hardware = _sum_by_dtype(step.hardware_flop for step in self._steps)
-        hfu = utilisation(hardware, peak_flop_per_s, wall_s) if hardware is not None else None
-        if hfu is not None:
-            result["perf/hfu"] = hfu
+        others = {
+            "perf/hfu": _sum_by_dtype(step.hardware_flop for step in self._steps),
+            "perf/mfu_processed": _sum_by_dtype(step.processed_flop for step in self._steps),
+        }
+        for key, flop in others.items():
+            share = utilisation(flop, peak_flop_per_s, wall_s) if flop is not None else None
+            if share is not None:
+                result[key] = share
         return result
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flopmeter.flops.estimate import EstimatePlan
 from flopmeter.flops.flop_count import Convention, FlopCount
-from flopmeter.flops.workload import Workload
+from flopmeter.flops.workload import Workload, pairs
 
 MAX_KNOWN = 256
 
@@ -84,7 +84,7 @@ class Predictor:
         total = sum(count.by_dtype.values())
         model = {
             dtype: sum(flop * scales.get(_kind(driver), scales[""]) for driver, flop in parts.items())
-            for dtype, parts in count.growth.items()
+            for dtype, parts in (count.growth or {dtype: {"": flop} for dtype, flop in count.by_dtype.items()}).items()
         }
         ratio = sum(model.values()) / total if total else 1.0
         hardware = {dtype: flop * ratio for dtype, flop in count.hardware_by_dtype.items()}
@@ -104,6 +104,16 @@ class Predictor:
             for driver, flop in parts.items():
                 growth[_kind(driver)] += flop
         return growth
+
+
+def as_if_unpadded(workload: Workload) -> Workload:
+    """The same rows of text with every padding token a real one: what the device processed."""
+    rows, tokens = workload.samples, workload.tokens_processed
+    if not rows or workload.tokens == tokens:
+        return workload
+    length = tokens // rows
+    window = rows * pairs(length, causal=True, window=workload.window) if workload.window else 0
+    return replace(workload, tokens=tokens, pairs_causal=rows * pairs(length, causal=True), pairs_window=window)
 
 
 def _kind(driver: str) -> str:

@@ -77,10 +77,10 @@ class ProfiledStep:
 
     def stop(self) -> None:
         """End the recording, read it, and give its memory back. Does nothing the second time."""
+        events = self._recording.stop()
         for undo in self._undo:
             undo()
         self._undo = []
-        events = self._recording.stop()
         if events:
             self._reading = _read_events(events)
 
@@ -112,6 +112,7 @@ class ProfiledStep:
         raise CountError("nothing was profiled: call start, run a step, call stop")
 
 
+@torch.inference_mode(False)
 def profile_flops(
     model: nn.Module,
     batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor,

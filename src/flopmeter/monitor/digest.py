@@ -124,6 +124,7 @@ class Digest:
             tokens_processed=workload.tokens_processed or None,
             model_flop=predicted.model_flop if predicted else None,
             hardware_flop=predicted.hardware_flop if predicted else None,
+            processed_flop=self.source.predict_processed(workload) if predicted and self.source else None,
         )
 
     def _own_metrics(self, item: StepRecord) -> dict[str, float]:

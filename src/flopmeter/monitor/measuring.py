@@ -13,11 +13,12 @@ from torch import nn
 from flopmeter.config import MonitorConfig
 from flopmeter.devices import normalise_dtype, peak_flops
 from flopmeter.errors import FlopmeterError
+from flopmeter.flops import profiler_guard
 from flopmeter.flops.counters import CounterReader, Unavailable, open_counters
 from flopmeter.flops.estimate import plan_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
-from flopmeter.flops.prediction import Prediction, Predictor
+from flopmeter.flops.prediction import Prediction, Predictor, as_if_unpadded
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.workload import Needs, Workload
 from flopmeter.monitor.header import device_of
@@ -50,6 +51,8 @@ class FlopSource:
         self._peaks: dict[str, float | None] = {}
         self._predictor = self._make_predictor()
         self.mode = self._effective_mode()
+        if self.mode == "profiler":
+            profiler_guard.watch()
 
     @property
     def needs(self) -> Needs:
@@ -82,7 +85,10 @@ class FlopSource:
         return {dtype: peak for dtype, peak in self._peaks.items() if peak is not None}
 
     def start(self) -> None:
-        """Measure the step that begins now."""
+        """Measure the step that begins now, unless another profiler is at work."""
+        if self.mode == "profiler" and (reason := profiler_guard.blocker()) is not None:
+            self._event("warning", message=f"this step is not profiled: {reason}")
+            return
         measurement = ProfiledStep() if self.mode == "profiler" else ObservedStep([self._model])
         measurement.start()
         self._measurement = measurement
@@ -113,6 +119,11 @@ class FlopSource:
             return None
         found = self._predictor.predict(workload)
         return Prediction(_short(found.model_flop), _short(found.hardware_flop), found.method)
+
+    def predict_processed(self, workload: Workload) -> Mapping[str, float] | None:
+        """Model FLOPs by dtype if padding counted as work."""
+        found = self.predict(as_if_unpadded(workload))
+        return found.model_flop if found is not None else None
 
     def _effective_mode(self) -> str:
         mode = self._settings.mfu_calculation_mode

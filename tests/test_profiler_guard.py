@@ -1,0 +1,207 @@
+"""Our profiler session and the user's: theirs always comes out whole, and no order of events crashes the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import profiler as torch_profiler
+
+from flopmeter.errors import CountError
+from flopmeter.flops import profiler_guard
+from flopmeter.flops.profiler_guard import Recording
+
+PRELUDE = """
+import json, sys, threading, torch
+from torch.profiler import ProfilerActivity, profile, schedule
+from flopmeter.errors import CountError
+from flopmeter.flops import profiler_guard
+from flopmeter.flops.profiler_guard import Recording
+
+layer = torch.nn.Linear(8, 8)
+
+def step():
+    layer(torch.ones(2, 8)).sum().backward()
+
+def num_products(session):
+    return sum(event.name() == "aten::addmm" for event in session.kineto_results.events())
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: what is tested for is that it does not crash."""
+    source = PRELUDE + dedent(script)
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False)
+
+
+def output_of(script: str) -> Any:
+    done = run(script)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_a_scheduled_profiler_keeps_its_events_whenever_ours_wants_to_run() -> None:
+    # One cycle is 5 steps: 2 waited, 1 warmed up, 2 recorded. Ours starts at each of them, and runs for 1 or 3 steps.
+    results = output_of(
+        """
+        results = []
+        for offset in range(10):
+            for length in (1, 3):
+                theirs, ours, recording = [], "refused", Recording()
+                plan = schedule(wait=2, warmup=1, active=2, repeat=2)
+                ready = lambda done: theirs.append(num_products(done.profiler))
+                with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=ready) as user:
+                    for i in range(12):
+                        if i == offset:
+                            try:
+                                recording.start()
+                                ours = "started"
+                            except CountError:
+                                pass
+                        step()
+                        if i == offset + length - 1 and ours == "started":
+                            recording.stop()
+                            ours = "cut short" if recording.was_cut_short else "whole"
+                        user.step()
+                results.append((theirs, ours))
+        print(json.dumps(results))
+        """
+    )
+    assert [theirs for theirs, _ in results] == [[2, 2]] * 20
+    # Steps 0, 1, 5 and 6 are free for one step; a longer recording meets their warm-up, except after their last cycle.
+    assert [ours for _, ours in results[0::2]] == ["whole" if i in (0, 1, 5, 6) else "refused" for i in range(10)]
+    assert [ours for _, ours in results[1::2]] == ["cut short" if i in (0, 1, 5, 6) else "refused" for i in range(10)]
+
+
+def test_a_profiler_that_warmed_up_before_anyone_watched_is_found() -> None:
+    theirs, ours = output_of(
+        """
+        theirs, ours = [], "started"
+        plan = schedule(wait=0, warmup=1, active=1, repeat=1)
+        ready = lambda done: theirs.append(num_products(done.profiler))
+        with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=ready) as user:
+            try:
+                Recording().start()
+            except CountError:
+                ours = "refused"
+            user.step()
+            step()
+            user.step()
+        print(json.dumps([theirs, ours]))
+        """
+    )
+    assert (theirs, ours) == ([1], "refused")
+
+
+def test_a_profiler_on_another_thread_waits_until_our_step_is_over() -> None:
+    order, theirs, ours = output_of(
+        """
+        recording, order, theirs = Recording(), [], []
+        recording.start()
+
+        def record():
+            with profile(activities=[ProfilerActivity.CPU]) as user:
+                order.append("theirs begins")
+                step()
+            theirs.append(num_products(user.profiler))
+
+        thread = threading.Thread(target=record)
+        thread.start()
+        while not profiler_guard._sessions.foreign:
+            step()
+        for _ in range(200):
+            step()
+        order.append("ours ends")
+        ours = sum(event.name() == "aten::addmm" for event in recording.stop())
+        thread.join()
+        print(json.dumps([order, theirs, ours >= 200]))
+        """
+    )
+    assert order == ["ours ends", "theirs begins"]
+    assert (theirs, ours) == ([1], True)
+
+
+def test_a_script_that_fails_while_we_record_ends_with_its_own_exit_code() -> None:
+    assert run("Recording().start(); step(); sys.exit(3)").returncode == 3
+
+
+def test_workers_that_are_forked_while_we_record_do_their_work() -> None:
+    batches = output_of(
+        """
+        recording = Recording()
+        recording.start()
+        loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2, num_workers=2)
+        batches = [batch.tolist() for batch in loader]
+        assert recording.stop()
+        print(json.dumps(batches))
+        """
+    )
+    assert batches == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_nothing_is_started_inside_a_running_profiler() -> None:
+    theirs = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with theirs, pytest.raises(CountError, match="another profiler session"):
+        Recording().start()
+    assert profiler_guard.blocker() is None
+
+
+def test_a_profiler_that_was_started_behind_our_back_is_noticed_by_torchs_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_profiler, "_is_profiler_enabled", True)
+    assert profiler_guard.blocker() == "another profiler is running"
+
+
+def test_two_recordings_of_ours_do_not_run_at_once() -> None:
+    first = Recording()
+    first.start()
+    with pytest.raises(CountError, match="by flopmeter"):
+        Recording().start()
+    torch.ones(2).add(1)
+    assert len(first.stop()) > 0
+
+
+def test_a_recording_is_stopped_only_once_and_only_by_its_own_thread() -> None:
+    recording, refusals = Recording(), []
+
+    def stop() -> None:
+        try:
+            recording.stop()
+        except CountError as error:
+            refusals.append(str(error))
+
+    recording.start()
+    thread = threading.Thread(target=stop)
+    thread.start()
+    thread.join()
+    torch.ones(2).add(1)
+    assert "on the thread that started it" in refusals[0]
+    assert [event.name() for event in recording.stop()].count("aten::add") == 1
+    assert recording.stop() == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch_profiler.profile, "_prepare_trace"),
+        (torch_profiler, "_is_profiler_enabled"),
+        (torch._C._autograd, "_profiler_enabled"),
+    ],
+)
+def test_nothing_is_started_on_a_torch_that_hides_other_profilers(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    assert name in str(profiler_guard.blocker())
+
+
+def test_nothing_is_started_beside_a_tool_that_holds_cupti(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    assert profiler_guard.blocker() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert "NSYS_PROFILING_SESSION_ID" in str(profiler_guard.blocker())
