@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "flopmeter"
 
 FOUNDATION = {"errors", "schema"}
-FACTS = {"devices", "metrics", "record", "config", "conventions", "goodput", "resources"}
-READERS = {"sinks", "diagnosis", "report"}
+FACTS = {"devices", "metrics", "record", "config", "conventions", "resources"}
+READERS = {"sinks", "diagnosis", "report", "goodput"}
 MEASURERS = {"flops", "timing", "distributed", "dataset_metrics"}
 
 ALLOWED: dict[str, set[str]] = {

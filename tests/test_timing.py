@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OTHER, PhaseClock, StepTime
-from flopmeter.timing.late import LateNumber, LateNumbers
+from flopmeter.timing.late import LateNumber, LateNumbers, _Slots
 
 
 class FakeClock:
@@ -152,7 +153,23 @@ def test_taking_from_a_device_reads_nothing() -> None:
         value.read()
 
 
-def test_the_ring_comes_round() -> None:
-    numbers = LateNumbers(num_slots=2)
-    taken = [numbers.take(torch.tensor(1.0, device="meta")) for _ in range(5)]
-    assert all(isinstance(value, LateNumber) for value in taken)
+def test_a_slot_is_used_again_only_after_it_was_read() -> None:
+    slots = _Slots(torch.device("cpu"), num_slots=2)  # the host stands in for a device: the copies are real
+    first, second, third = (slots.put(torch.tensor(float(value))) for value in (1, 2, 3))
+    assert isinstance(first, LateNumber)
+    assert isinstance(second, LateNumber)
+    assert isinstance(third, float)
+    assert math.isnan(third)  # no slot was free: unknown, rather than another step's value
+    assert first.read() == 1.0
+    fourth = slots.put(torch.tensor(4.0))
+    assert isinstance(fourth, LateNumber)
+    assert (second.read(), fourth.read()) == (2.0, 4.0)
+
+
+def test_an_error_of_the_users_on_the_device_does_not_come_out_of_us() -> None:
+    class BrokenEvent:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    value = LateNumber(torch.tensor(1.0), BrokenEvent(), [])
+    assert value.is_ready()

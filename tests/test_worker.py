@@ -66,7 +66,9 @@ def extra_sinks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, type], None]:
 
 def make(tmp_path: Path, *names: str, flush_every: int = 200) -> Worker:
     context = SinkContext(config=MonitorConfig(), output_dir=tmp_path)
-    return Worker(RunWriter(tmp_path / "run.jsonl"), names, context, digest, flush_every=flush_every, flush_s=60.0)
+    return Worker(
+        RunWriter(tmp_path / "run.jsonl"), names, context, digest, HEADER, flush_every=flush_every, flush_s=60.0
+    )
 
 
 def test_what_is_handed_over_reaches_the_disk_and_the_sinks(
@@ -74,7 +76,7 @@ def test_what_is_handed_over_reaches_the_disk_and_the_sinks(
 ) -> None:
     extra_sinks("recorder", Recorder)
     worker = make(tmp_path, "recorder")
-    for item in (HEADER, 1, 2, 3, 4):
+    for item in (1, 2, 3, 4):
         worker.put(item)
     worker.close([{"kind": "summary"}])
     run = load_run(tmp_path)
@@ -86,7 +88,7 @@ def test_what_is_handed_over_reaches_the_disk_and_the_sinks(
 
 def test_draining_puts_all_of_it_on_disk_now(tmp_path: Path) -> None:
     worker = make(tmp_path)
-    for item in (HEADER, *range(50)):
+    for item in range(50):
         worker.put(item)
     assert worker.drain(5.0)
     assert len(load_run(tmp_path)) == 50
@@ -111,7 +113,7 @@ def test_a_sink_that_raises_is_switched_off_and_the_others_go_on(
     extra_sinks("bad", kind)
     with caplog.at_level(logging.WARNING):
         worker = make(tmp_path, "bad", "recorder")
-        for item in (HEADER, *range(20)):
+        for item in range(20):
             worker.put(item)
         worker.close()
     good = next(sink for sink in opened if type(sink) is Recorder)
@@ -134,7 +136,7 @@ def test_a_sink_that_hangs_holds_up_nobody_and_is_left_behind(
     with caplog.at_level(logging.WARNING):
         worker = make(tmp_path, "hanging", "recorder")
         start_s = time.monotonic()
-        for item in (HEADER, *range(20)):
+        for item in range(20):
             worker.put(item)
         assert worker.drain(5.0)
         worker.close()
@@ -158,7 +160,7 @@ def test_a_sink_that_is_too_slow_loses_logs_and_they_are_counted(
 
     extra_sinks("slow", Slow)
     worker = make(tmp_path, "slow")
-    for item in (HEADER, *range(100)):
+    for item in range(100):
         worker.put(item)
     assert worker.drain(5.0)
     # 50 logs: one in the sink's hands, five in its queue, and one more that may have been taken meanwhile.
@@ -181,7 +183,7 @@ def test_the_queue_of_the_training_thread_is_bounded(tmp_path: Path, monkeypatch
 def test_an_item_that_cannot_be_digested_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     worker = make(tmp_path)
     with caplog.at_level(logging.WARNING):
-        for item in (HEADER, 1, "nonsense", 2):
+        for item in (1, "nonsense", 2):
             worker.put(item)
         worker.close()
     assert list(load_run(tmp_path).step) == [1, 2]
@@ -191,7 +193,6 @@ def test_an_item_that_cannot_be_digested_costs_only_itself(tmp_path: Path, caplo
 def test_closing_twice_is_fine_and_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     worker = make(tmp_path)
-    worker.put(HEADER)
     worker.close()
     worker.close()
     assert threading.active_count() == before

@@ -66,6 +66,17 @@ METRICS: tuple[Metric, ...] = (
     ),
     _metric("perf/overhead_share", "1", "mean", "Share of wall time that flopmeter itself used."),
     _metric("perf/goodput", "1", "rank0", "Share of wall time since the first start spent in productive steps."),
+    _metric("resource/gpu_memory_bytes", "byte", "max", "Memory of the GPU in use, by all processes."),
+    _metric("resource/gpu_memory_share", "1", "max", "Share of the GPU's memory in use."),
+    _metric("resource/gpu_utilisation", "1", "mean", "Share of time in which any kernel ran; says little about MFU."),
+    _metric("resource/gpu_power_w", "W", "sum", "Power that the GPU draws."),
+    _metric("resource/gpu_temperature_c", "degree Celsius", "max", "Temperature of the GPU."),
+    _metric("resource/process_memory_bytes", "byte", "sum", "Resident memory of the training process."),
+    _metric("resource/process_cpu_cores", "", "sum", "CPU cores that the training process keeps busy."),
+    _metric("resource/num_workers", "", "sum", "Data loader workers that are alive."),
+    _metric(
+        "resource/worker_cpu_cores", "", "sum", "CPU cores that the workers keep busy: workers that wait use none."
+    ),
     _metric("dataset/<name>/loss", "", "mean", "Mean loss of the samples of one dataset."),
     _metric("dataset/<name>/accuracy", "1", "mean", "Share of right predictions on one dataset."),
     _metric("dataset/<name>/samples", "", "sum", "Samples seen of one dataset."),

@@ -34,6 +34,8 @@ class Batch:
     """Tokens per sample, padding included; None for inputs that are no sequences."""
     patches: int | None = None
     """Rows of the vision tower: patches, or images where patches are made inside."""
+    pixels: torch.Size | None = None
+    """Shape of the images, beside text."""
     token_is_real: torch.Tensor | None = None
     """Boolean (samples, length), False on padding; None when nothing is padded or nothing tells."""
     is_evaluation: bool = False
@@ -196,7 +198,7 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
     batch = Batch(samples=first.shape[0], length=first.shape[1] if is_sequence else None)
     pixels, grid = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
     if isinstance(pixels, torch.Tensor) and first is not pixels:
-        batch.patches = pixels.shape[0]
+        batch.patches, batch.pixels = pixels.shape[0], pixels.shape
     elif isinstance(grid, torch.Tensor):
         batch.patches = grid.shape[0]
     mask = kwargs.get("attention_mask")
@@ -218,19 +220,29 @@ def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tenso
 
 
 def _driver(tensor: torch.Tensor | None, batch: Batch, inherited: Driver) -> Driver:
-    """What the rows of a module's input are; a module whose rows are none of these inherits (an expert, for one)."""
+    """What the rows of a module's input are. Where sizes leave a choice, what holds for the module around it."""
     if tensor is None or tensor.dim() < 2:
         return inherited
+    if batch.pixels is not None and tensor.shape == batch.pixels:
+        return "patch"
+    fitting = _fitting_drivers(tensor, batch)
+    return inherited if inherited in fitting or not fitting else fitting[0]
+
+
+def _fitting_drivers(tensor: torch.Tensor, batch: Batch) -> list[Driver]:
+    """What the rows may be; none of it for an expert, which gets as many tokens as were sent to it."""
     rows, samples, length, patches = tensor.shape[0], batch.samples, batch.length, batch.patches
+    fitting: list[Driver] = []
     if length is not None:
         is_grid = tensor.dim() > 2 or not tensor.is_floating_point()
-        if (is_grid and tuple(tensor.shape[:2]) == (samples, length)) or rows == samples * length:
-            return "token"
-        if rows == 1 and tensor.shape[1] == samples * length:
-            return "token"
+        is_flat = rows == samples * length or (rows == 1 and tensor.shape[1] == samples * length)
+        if is_flat or (is_grid and tuple(tensor.shape[:2]) == (samples, length)):
+            fitting.append("token")
     if patches and (rows == patches or (patches % rows == 0 and patches // rows in (4, 9, 16))):
-        return "patch"
-    return "sample" if rows == samples and (length is None or tensor.dim() == 2) else inherited
+        fitting.append("patch")
+    if rows == samples and (length is None or tensor.dim() == 2):
+        fitting.append("sample")
+    return fitting
 
 
 def _needed_flop(module: nn.Module, tensor: torch.Tensor | None) -> int:

@@ -40,6 +40,8 @@ def build_inputs(model: nn.Module, batch_size: int, length: int) -> dict[str, An
     """
     if batch_size < 0 or length < 0:
         raise CountError(f"batch size and length must not be negative, not {batch_size} and {length}")
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # type: ignore[operator]  # adapters (peft) pass on what they are called with
     config = getattr(model, "config", None)
     if hasattr(config, "model_type") and hasattr(model, "main_input_name"):
         return _Described(model, config, batch_size, length).inputs()
@@ -131,13 +133,14 @@ class _Described:
 
     def _asked(self) -> tuple[dict[str, torch.Tensor], int]:
         """One image for each sample, and its tokens as the vision tower makes them, on shapes."""
-        pixels, reason = self._pixels(), ""
+        pixels, reasons = self._pixels(), []
         for images in (pixels, pixels[:, None]):  # some keep a place for several images
             try:
                 return {"pixel_values": images}, _num_image_tokens(self.model, images)
             except Exception as error:  # noqa: BLE001 - a vision tower may raise anything
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        raise _unguessable(self.model, self.names, f"its vision tower does not take an image ({reason})")
+                reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+        why = f"its vision tower does not take an image ({'; '.join(reasons)})"
+        raise _unguessable(self.model, self.names, why)
 
     def _sound(self) -> torch.Tensor:
         """Sound waves that become `length` positions, or the spectrogram that is called by the same name."""
@@ -163,6 +166,7 @@ class _Described:
 def _num_image_tokens(model: nn.Module, images: torch.Tensor) -> int:
     ask = _AskForFeatures(model)
     state = {name: parameter.to("meta") for name, parameter in ask.named_parameters()}
+    state |= {name: buffer.clone() for name, buffer in ask.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng([]), shadow():
         features = functional_call(ask, state, (images.new_ones(1, *images.shape[1:]),))
     return sum(feature.numel() // feature.shape[-1] for feature in features)

@@ -219,10 +219,11 @@ def _build(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Modu
     model_class = _model_class(transformers, config)
     try:
         with _without_weights():
-            model: nn.Module = model_class._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
+            model = model_class._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
     except Exception as error:  # noqa: BLE001 - sizes that do not fit fail anywhere in a model's own code
         raise CountError(f"{model_class.__name__} cannot be built from its config: {_one_line(error)}") from None
-    return model
+    built: nn.Module = _without_values(model)
+    return built
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
@@ -243,7 +244,7 @@ def _call_factory(spec: str) -> nn.Module:
     try:
         with _current_directory_importable(), _without_weights():
             found = getattr(import_module(module_name), name)
-            model = found if isinstance(found, nn.Module) else found()
+            model = found if isinstance(found, nn.Module) else _without_values(found())
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         raise CountError(f"{spec!r} gives no model: {_one_line(error)}") from None
     if not isinstance(model, nn.Module):
@@ -256,6 +257,16 @@ def _without_weights() -> Iterator[None]:
     """New tensors have no values, except positions and masks, which models look at."""
     with torch.device("meta"), shadow():
         yield
+
+
+def _without_values(model: Any) -> Any:
+    """Weights that begin as ones or constants were made with their values; tied ones stay tied."""
+    emptied: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        for name, p in module.named_parameters(recurse=False):
+            if not p.is_meta:
+                setattr(module, name, emptied.setdefault(p, nn.Parameter(p.to("meta"), p.requires_grad)))
+    return model
 
 
 @contextmanager

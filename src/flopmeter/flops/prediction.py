@@ -17,6 +17,8 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.workload import Workload, pairs
 
 MAX_KNOWN = 256
+SAME_TOTAL, SAME_PART = 0.05, 0.1
+"""A closed form this close to the count is right; a part of the count this far from the closed form's is mistaken."""
 
 
 class Prediction(NamedTuple):
@@ -48,6 +50,8 @@ class Predictor:
         self.plan = plan
         self.error: float | None = None
         """Relative error of the last prediction that a count tested."""
+        self.dtype: str | None = None
+        """What autocast turns every product into, as long as nothing was counted; None for the weights' own."""
         self._convention = convention
         self._is_calibrated = is_calibrated
         self._calibration: _Calibration | None = None
@@ -59,7 +63,7 @@ class Predictor:
         if count.model_flop:
             self.error = predicted / count.model_flop - 1
         if self._is_calibrated:
-            self._calibration = _Calibration(count, workload)
+            self._calibration = _Calibration(self._with_sound_growth(count, workload), workload)
             self._known = OrderedDict()  # replaced, not cleared: another thread may be reading
             self._remember(workload, Prediction(count.by_dtype, count.hardware_by_dtype, "counted"))
         return self.error
@@ -78,7 +82,7 @@ class Predictor:
     def _predict(self, workload: Workload) -> Prediction:
         calibration = self._calibration
         if calibration is None:
-            count = self.plan.evaluate(workload, convention=self._convention)
+            count = self.plan.evaluate(workload, convention=self._convention, dtype=self.dtype)
             return Prediction(count.by_dtype, count.hardware_by_dtype, count.method)
         count, scales = calibration.count, self._scales(calibration.workload, workload)
         total = sum(count.by_dtype.values())
@@ -89,6 +93,23 @@ class Predictor:
         ratio = sum(model.values()) / total if total else 1.0
         hardware = {dtype: flop * ratio for dtype, flop in count.hardware_by_dtype.items()}
         return Prediction(model, hardware, "calibrated" if self.plan.method == "estimate" else "scaled")
+
+    def _with_sound_growth(self, count: FlopCount, workload: Workload) -> FlopCount:
+        """Rows are told apart by their number; where two kinds have the same, the closed form knows better."""
+        planned, total = self._growth(workload), count.model_flop
+        if self.plan.method != "estimate" or not total or abs(sum(planned.values()) / total - 1) > SAME_TOTAL:
+            return count
+        seen: dict[str, float] = defaultdict(float)
+        for parts in count.growth.values():
+            for driver, flop in parts.items():
+                seen[_kind(driver)] += flop
+        if all(abs(seen[kind] - planned[kind]) <= SAME_PART * total for kind in {*seen, *planned}):
+            return count
+        shares = {kind: flop / sum(planned.values()) for kind, flop in planned.items()}
+        growth = {
+            dtype: {kind: flop * share for kind, share in shares.items()} for dtype, flop in count.by_dtype.items()
+        }
+        return replace(count, growth=growth)
 
     def _scales(self, counted: Workload, wanted: Workload) -> dict[str, float]:
         """By how much each kind of work grows; "" stands for all of it."""

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.inputs import build_inputs
-from flopmeter.flops.observation import Observation
+from flopmeter.flops.observation import Call, Observation
 from flopmeter.flops.shadow import shadow
 
 MAX_REAL_ELEMENTS = 1 << 14
@@ -55,6 +55,7 @@ def count_flops(
     return count_call(model, args, kwargs, training, convention)
 
 
+@torch.inference_mode(False)
 def count_call(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -107,7 +108,8 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
         if len(batch) == 2 and all(isinstance(size, int) and not isinstance(size, bool) for size in batch):
-            return (), build_inputs(model, batch[0], batch[1])
+            with _untouched(model):  # a vision tower may be run, to ask how many tokens it makes
+                return (), build_inputs(model, batch[0], batch[1])
         return tuple(batch), {}
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
@@ -120,7 +122,7 @@ def _count_on_shapes(
     tensors = _shape_only_state(model)
     args, kwargs = tree_map_only(torch.Tensor, _lent, (args, kwargs))
     with _untouched(model), shadow():
-        return _observed(model, tensors, args, kwargs, training, convention)
+        return _observed(model, tensors, args, kwargs, training, convention, autocast_to=_autocast_dtype())
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,6 +191,7 @@ def _observed(
     kwargs: dict[str, Any],
     training: bool,
     convention: Convention,
+    autocast_to: str | None = None,
 ) -> FlopCount:
     observation = Observation([model], count_fake=True, count_evaluation=True)
     # Backward runs inside too: checkpointing calls the model again from there.
@@ -200,7 +203,22 @@ def _observed(
                 loss.backward()  # type: ignore[no-untyped-call]
         finally:
             observation.stop()
+        if autocast_to:
+            observation.calls = [_cast(call, autocast_to) for call in observation.calls]
         return replace(observation.result(convention), method="")
+
+
+def _autocast_dtype() -> str | None:
+    """What autocast would turn matrix products into: it does not know of tensors without values."""
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return None
+
+
+def _cast(call: Call, dtype: str) -> Call:
+    is_cast = call.dtype in ("float32", "float16", "bfloat16") and "fft" not in call.op
+    return call._replace(dtype=dtype) if is_cast else call
 
 
 def _loss(out: Any) -> torch.Tensor | None:

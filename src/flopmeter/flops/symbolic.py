@@ -8,7 +8,7 @@ the FLOPs of an operator are a product of sizes, and sizes are linear in B and i
 query-key pairs once, so that no power above B^2 (contrastive losses) or S^2 (attention) occurs. A polynomial of degree
 n is settled by n + 1 points, the counts are whole numbers, and the arithmetic is in fractions. Whatever is no such
 polynomial (a sliding window, expert capacities, strided convolutions) misses the further points at which every formula
-is checked, one of them longer than the windows that the config names; there is then no formula.
+is checked, very short ones and one longer than the windows that the config names; there is then no formula.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Formula:
 
     coefficients: Mapping[Point, Fraction]
     """FLOPs by the powers of B and S that they are multiplied with."""
-    checked: tuple[Point, ...]
-    """Points besides those it was made from at which it equals the count."""
+    lengths: tuple[int, int]
+    """The shortest and the longest at which it equals the count; beyond them a window may begin."""
 
     def evaluate(self, batch_size: int, length: int) -> float:
         """FLOPs of a batch; an int where the polynomial gives whole numbers, as it does for whole sizes."""
@@ -60,9 +60,8 @@ class Formula:
         low_b, low_s = min(b for b, _ in powers), min(s for _, s in powers)
         factor = _common_factor(self.coefficients.values())
         rest = {(b - low_b, s - low_s): self.coefficients[b, s] / factor for b, s in powers}
-        inner = " + ".join(
-            _term(rest[power], power) for power in sorted(rest, key=lambda p: (p[1], p[0]), reverse=True)
-        )
+        by_length = sorted(rest, key=lambda power: (power[1], power[0]), reverse=True)
+        inner = " + ".join(_term(rest[power], power) for power in by_length).replace("+ -", "- ")
         front = _term(factor, (low_b, low_s))
         return front if inner == "1" else f"{front}*({inner})" if front != "1" else inner
 
@@ -82,7 +81,8 @@ def formula(
 
     try:
         start = _start(count)
-        checks = ((3, start + 21), (2, _far_length(model, start)), *check_at)
+        short = (1, 3) if start == _SHORTEST[0] else (1, start + 5)
+        checks = (short, (3, start + 21), (2, _far_length(model, start)), *check_at)
         return next((found for degree in (1, 2) if (found := _try(count, start, degree, checks))), None)
     except CountError:
         return None
@@ -117,7 +117,8 @@ def _try(count: Callable[[Point], float], start: int, degree: int, checks: Seque
     by_batch_size = [_interpolate(lengths, [round(count((b, s))) for s in lengths]) for b in batch_sizes]
     by_length = [_interpolate(batch_sizes, values) for values in zip(*by_batch_size, strict=True)]
     coefficients = {(b, s): value for s, values in enumerate(by_length) for b, value in enumerate(values)}
-    found = Formula(coefficients=coefficients, checked=tuple(checks))
+    counted = [*lengths, *(length for _, length in checks)]
+    found = Formula(coefficients=coefficients, lengths=(min(counted), max(counted)))
     # Counts above 2^53 are rounded, since they are floats.
     fits = all(isclose(found.evaluate(*point), count(point), rel_tol=_ROUNDING) for point in checks)
     return found if fits else None

@@ -18,7 +18,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from os import PathLike
@@ -30,10 +30,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flopmeter.config import MonitorConfig
+from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.errors import ConfigError, FlopmeterError
 from flopmeter.metrics import summarise
-from flopmeter.monitor.digest import Digest, Log, StepRecord
-from flopmeter.monitor.header import make_header
+from flopmeter.monitor.device_time import DeviceTime
+from flopmeter.monitor.digest import Digest, Log, StepRecord, copied_to_host, dataset_values
+from flopmeter.monitor.header import device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.schedule import Schedule
@@ -43,6 +45,7 @@ from flopmeter.record import RunWriter, load_run, write_training_log
 from flopmeter.schema import PHASES, RUN_FILE
 from flopmeter.sinks import SinkContext, check_sinks
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
+from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
 
 logger = logging.getLogger("flopmeter")
@@ -110,11 +113,13 @@ class TrainingMonitor:
         self._workloads: WorkloadReader | None = None
         self._worker: Worker | None = None
         self._digest = Digest(self.config)
+        self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
         self._pending: deque[StepRecord] = deque()
         self._ended: StepRecord | None = None
         self._values: dict[str, Any] = {}
         self._num_steps = 0
         self._num_failures = 0
+        self._device_time: DeviceTime | None = None
         self._own_ns = 0
         self._overhead = 0.0
         self._started_s = 0.0
@@ -160,10 +165,14 @@ class TrainingMonitor:
             self.config.sink_names,
             context,
             self._digest,
+            header,
             flush_every=self.config.monitoring.flush_every,
             flush_s=self.config.monitoring.flush_s,
+            sample=make_sampler(self._model).sample,
         )
-        self._worker.put(header)
+        timeline = timeline_of(device_of(self._model))
+        if timeline is not None:
+            self._device_time = DeviceTime(timeline, self._event, self.config.details_every)
         self._worker.drain(1.0)  # a run that dies at once has left its header
         _finish_at_exit(self)
         self._clock.start()
@@ -241,6 +250,19 @@ class TrainingMonitor:
         self._own_ns += perf_counter_ns() - start_ns
 
     @_harmless
+    def update_dataset_metrics(
+        self,
+        dataset_names: Sequence[str] | str,
+        loss: Any,
+        logits: Any = None,
+        labels: Any = None,
+        predictions: Any = None,
+    ) -> None:
+        """Take in a batch's datasets: loss, accuracy and samples of each, accumulated on the device and read late."""
+        if self.config.wandb.log_dataset_metrics:
+            self._datasets.update(dataset_names, loss, logits, labels, predictions)
+
+    @_harmless
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send numbers of your own to the record and to all sinks, at once."""
         number = self._digest.last_step if step is None else step
@@ -302,18 +324,26 @@ class TrainingMonitor:
     def on_wait(self) -> None:
         self._end_evaluation()
         self._clock.switch(DATA_WAIT)
+        if self._device_time is not None:
+            self._device_time.mark("data_wait")
 
     def on_batch(self) -> None:
         self._clock.switch(HOST_TO_DEVICE)
+        if self._device_time is not None:
+            self._device_time.mark("host_to_device")
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._state == "new":
             self.start_training()
         self._end_evaluation()
         self._clock.switch(FORWARD)
+        if self._device_time is not None:
+            self._device_time.mark("forward")
         self._has_forward = True
         if self._workloads is not None and self._num_failures < MAX_FAILURES:
             try:
+                if self._num_steps == 0 and self._source is not None:
+                    self._source.note_autocast()
                 self._workloads.see(args, kwargs)
             except Exception as error:  # noqa: BLE001 - an odd batch must not stop the forward pass
                 self._note_failure("reading the batch", error)
@@ -325,15 +355,23 @@ class TrainingMonitor:
         if self._state == "running" and self._evaluating_since_ns is None:
             self._evaluating_since_ns = perf_counter_ns()
             self._clock.switch(PAUSE)
+            if self._device_time is not None:
+                self._device_time.mark("pause")
 
     def on_backward(self) -> None:
         self._clock.switch(BACKWARD)
+        if self._device_time is not None:
+            self._device_time.mark("backward")
 
     def on_backward_end(self) -> None:
         self._clock.switch(OTHER)
+        if self._device_time is not None:
+            self._device_time.mark("other")
 
     def on_optimizer(self) -> None:
         self._clock.switch(OPTIMIZER)
+        if self._device_time is not None:
+            self._device_time.mark("optimizer")
 
     def on_optimizer_end(self) -> None:
         self._clock.switch(OTHER)
@@ -362,7 +400,11 @@ class TrainingMonitor:
         if self._schedule.is_warmup(self._num_steps):
             record.marks.append("warmup")
         self._num_steps += 1
+        if self._device_time is not None:
+            self._device_time.end_step(self._num_steps)
         self._finish_measurement(record)
+        if self._num_steps % self.config.details_every == 0:
+            record.datasets = copied_to_host(self._datasets.take())
         if self._num_steps % _OVERHEAD_EVERY == 1:
             self._overhead = self._overhead_share()
         record.overhead_share = self._overhead
@@ -422,12 +464,17 @@ class TrainingMonitor:
     def _close(self) -> None:
         self._hooks.remove()
         self._end_evaluation()
+        if self._device_time is not None:
+            self._device_time.close()
         if self._source is not None:
             self._source.abandon()
         if self._ended is not None:
             self._hand_over(self._values)
         while self._pending:
             self._put(self._pending.popleft())
+        leftover = self._datasets.take()
+        if leftover is not None:
+            self.log_metrics(dataset_values(leftover))
         if self._worker is None:
             return
         self._worker.drain(DRAIN_S)

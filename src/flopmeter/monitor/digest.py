@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopmeter.config import MonitorConfig
+from flopmeter.dataset_metrics import Taken
+from flopmeter.dataset_metrics import resolve as resolve_datasets
 from flopmeter.metrics import Step, Window
-from flopmeter.monitor.workloads import Seen, resolve
+from flopmeter.monitor.workloads import Seen, resolve, to_host
 from flopmeter.schema import PHASES
 from flopmeter.timing import StepTime
 from flopmeter.timing.late import LateNumber
@@ -37,6 +39,8 @@ class StepRecord:
     """What `log_step` was told."""
     overhead_share: float = 0.0
     """What flopmeter itself had used up to here."""
+    datasets: Taken | None = None
+    """What came together by dataset since the last time."""
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""
@@ -45,6 +49,13 @@ class StepRecord:
             if type(value) is LateNumber and not value.is_ready():
                 return False
         return True
+
+
+def copied_to_host(taken: Taken | None) -> Taken | None:
+    """Sums by dataset, on their way to the host."""
+    if taken is None or taken.sums is None:
+        return taken
+    return replace(taken, sums=to_host(taken.sums))
 
 
 class Log(NamedTuple):
@@ -141,6 +152,8 @@ class Digest:
         extra = values.get("extra") or {}
         metrics |= {key: float(value) for key, value in extra.items() if isinstance(value, (int, float))}
         metrics["perf/overhead_share"] = item.overhead_share
+        if item.datasets is not None:
+            metrics |= dataset_values(item.datasets)
         self._productive_s += item.step_time.step_ns / 1e9
         if self._first_s is None:
             self._first_s = item.time_s - item.step_time.step_ns / 1e9
@@ -152,6 +165,11 @@ class Digest:
 
     def _peaks(self) -> Mapping[str, float]:
         return self.source.peaks if self.source is not None else {}
+
+
+def dataset_values(taken: Taken) -> dict[str, float]:
+    """Metrics by dataset. Reads the sums: call it when the device has caught up."""
+    return resolve_datasets(taken.totals(taken.sums.tolist() if taken.sums is not None else ()))
 
 
 def _compute(steps: list[Step], peaks: Mapping[str, float]) -> dict[str, float]:

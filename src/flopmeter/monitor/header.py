@@ -13,6 +13,7 @@ from torch import nn
 
 from flopmeter import __version__
 from flopmeter.config import MonitorConfig
+from flopmeter.resources import ResourceSampler
 from flopmeter.schema import SCHEMA_VERSION
 
 
@@ -44,6 +45,13 @@ def device_of(model: nn.Module | None) -> torch.device:
 def device_name(device: torch.device) -> str:
     """As the driver gives it, for devices that have a driver."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def make_sampler(model: nn.Module | None) -> ResourceSampler:
+    """What samples the machine in the background."""
+    device = device_of(model)
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return ResourceSampler(str(device), uuid)
 
 
 def _is_distributed() -> bool:

@@ -84,6 +84,13 @@ class FlopSource:
         """FLOP/s by dtype, as far as known."""
         return {dtype: peak for dtype, peak in self._peaks.items() if peak is not None}
 
+    def note_autocast(self) -> None:
+        """Called inside a forward pass: autocast decides the dtype of what is only estimated so far."""
+        device = device_of(self._model).type
+        if self._predictor is not None and torch.is_autocast_enabled(device):
+            self._predictor.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+            self._find_peak(normalise_dtype(self._predictor.dtype))
+
     def start(self) -> None:
         """Measure the step that begins now, unless another profiler is at work."""
         if self.mode == "profiler" and (reason := profiler_guard.blocker()) is not None:

@@ -24,6 +24,7 @@ logger = logging.getLogger("flopmeter")
 MAX_QUEUED_STEPS = 10_000
 MAX_QUEUED_LOGS = 1_000
 WAKE_S = 0.25
+FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -82,6 +83,8 @@ class Worker:
 
     Args:
         digest: Makes the run file's line of an item, and says what the sinks get of it.
+        header: The run file's first line.
+        sample: Gives the machine's state; called now and then. Must not raise.
     """
 
     def __init__(
@@ -90,9 +93,11 @@ class Worker:
         sink_names: Iterable[str],
         context: SinkContext,
         digest: Callable[[Any], Delivery],
+        header: Mapping[str, Any],
         *,
         flush_every: int,
         flush_s: float,
+        sample: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         self.num_dropped = 0
         """Items lost because the queue was full."""
@@ -103,7 +108,10 @@ class Worker:
         self._digest = digest
         self._flush_every = flush_every
         self._flush_s = flush_s
-        self._queue: deque[Any] = deque()
+        self._sample = sample
+        self._next_sample_s = time.monotonic() + FIRST_SAMPLE_S
+        self._queue: deque[Any] = deque([header])
+        self._last_step = 0
         self._wake = threading.Event()
         self._is_closing = False
         self._idle = threading.Event()
@@ -150,6 +158,9 @@ class Worker:
             is_closing = self._is_closing
             num_unflushed += self._work()
             now_s = time.monotonic()
+            if now_s >= self._next_sample_s and not is_closing:
+                self._next_sample_s = now_s + SAMPLE_S
+                self._take_sample()
             is_full = num_unflushed >= self._flush_every or now_s - last_flush_s >= self._flush_s
             is_asked = not self._idle.is_set() and self._wake.is_set()
             if (num_unflushed and is_full) or is_closing or is_asked:
@@ -169,10 +180,20 @@ class Worker:
             return
         delivery = self._digest(item)
         self._writer.write(delivery.line)
+        self._last_step = delivery.step
         for sink in self._sinks:
             metrics = delivery.all_metrics if sink.takes_every_step else delivery.metrics
             if metrics is not None and sink.name not in delivery.skipped_sinks:
                 sink.log(delivery.step, metrics)
+
+    def _take_sample(self) -> None:
+        """Memory, power and the workers' CPU time, at a slow rate."""
+        metrics = self._sample() if self._sample is not None else {}
+        if metrics:
+            self._writer.write({"kind": "event", "event": "resources", "time": time.time(), "metrics": metrics})
+            for sink in self._sinks:
+                if not sink.takes_every_step:
+                    sink.log(self._last_step, metrics)
 
     def _work(self) -> int:
         """Digest what is queued; an item that cannot be digested costs only itself."""

@@ -166,7 +166,7 @@ class DeviceTimeline:
 
     Args:
         now_ns: The host's clock; tests pass a simulated one.
-        marks_per_micro_batch: Marks beyond these between two forward passes are skipped.
+        marks_per_micro_batch: Marks beyond these since the last forward pass or end of a step are skipped.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ class DeviceTimeline:
 
         A step whose end could not be marked never comes: whoever waits for it may stop when a later one is here.
         """
-        if get_ident() != self._thread:
+        if get_ident() != self._thread or getpid() != self._process:
             return []
-        if self._num_recorded > self._num_read and self._is_armed and getpid() == self._process:
+        if self._num_recorded > self._num_read and self._is_armed:
             try:
                 if not self._source.capturing():
                     self._read()
@@ -243,7 +243,7 @@ class DeviceTimeline:
         if not self._is_armed or getpid() != self._process:
             return
         self._phase = phase
-        if phase == "forward":
+        if phase == "forward" or step >= 0:
             self._marks_left = self._marks_per_micro_batch
         try:
             if not self._is_in_use and not self._source.initialized():
@@ -255,7 +255,7 @@ class DeviceTimeline:
             self._read()
             # One event stays behind as the start of the next interval.
             is_full = self._num_recorded - self._num_read >= self._size - 1
-            if is_full or (self._marks_left <= 0 and step < 0):
+            if is_full or self._marks_left <= 0:
                 self._skip(step)
             else:
                 self._record(phase, step)

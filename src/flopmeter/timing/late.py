@@ -6,6 +6,7 @@ The tensor itself is never kept (it would keep the autograd graph alive), and a 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ NUM_SLOTS = 256
 
 
 class LateNumbers:
-    """A ring of slots for numbers that are still on their way from the device.
+    """Slots for numbers that are still on their way from the device.
 
     A number on the host (a float, a tensor on the CPU) is there already and needs no slot. On CUDA the slots are pinned
-    memory, filled by an asynchronous copy; elsewhere they are on the device.
+    memory, filled by an asynchronous copy; elsewhere they are on the device. A number for which there is no free slot,
+    or that would be captured into a CUDA graph, is NaN: unknown, and no wait.
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         self._num_slots = num_slots
-        self._rings: dict[torch.device, _Ring] = {}
+        self._slots: dict[torch.device, _Slots] = {}
 
     def take(self, value: Any) -> float | LateNumber:
         """Copy a number, whether it is a float or a tensor of one element on any device, without waiting for it."""
@@ -30,45 +32,58 @@ class LateNumbers:
             return float(value)
         if value.device.type == "cpu":
             return value.item()  # nothing to wait for
-        ring = self._rings.get(value.device)
-        if ring is None:
-            ring = self._rings[value.device] = _Ring(value.device, self._num_slots)
-        return ring.put(value)
+        if value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return math.nan
+        slots = self._slots.get(value.device)
+        if slots is None:
+            slots = self._slots[value.device] = _Slots(value.device, self._num_slots)
+        return slots.put(value)
 
 
 class LateNumber:
-    """A number in a slot."""
+    """A number in a slot. `read` gives the slot back, so it is called once."""
 
-    __slots__ = ("_event", "_slot")
+    __slots__ = ("_event", "_free", "_slot")
 
-    def __init__(self, slot: torch.Tensor, event: Any) -> None:
+    def __init__(self, slot: torch.Tensor, event: Any, free: list[tuple[torch.Tensor, Any]]) -> None:
         self._slot = slot
         self._event = event
+        self._free = free
 
     def is_ready(self) -> bool:
         """Whether `read` can answer without waiting. Call it on the training thread only."""
-        return self._event is None or bool(self._event.query())
+        if self._event is None:
+            return True
+        try:
+            return bool(self._event.query())
+        except RuntimeError:  # the user's own error on the device: their next call shall report it, not ours
+            self._event = None
+            return True
 
     def read(self) -> float:
         """The number."""
-        return self._slot.item()
+        number = self._slot.item()
+        self._free.append((self._slot, self._event))
+        return number
 
 
-class _Ring:
+class _Slots:
     def __init__(self, device: torch.device, num_slots: int) -> None:
         is_cuda = device.type == "cuda"
         home = torch.device("cpu") if is_cuda else device
         memory = torch.zeros(num_slots, dtype=torch.float32, device=home, pin_memory=is_cuda)
-        self._slots = list(memory.unbind())
-        self._events = [torch.cuda.Event() for _ in range(num_slots)] if is_cuda else [None] * num_slots  # type: ignore[no-untyped-call]
+        self._free: list[tuple[torch.Tensor, Any]] = [(slot, _event(is_cuda)) for slot in memory.unbind()]
         self._device = device
-        self._next = 0
 
-    def put(self, value: torch.Tensor) -> LateNumber:
-        index = self._next
-        self._next = (index + 1) % len(self._slots)
-        slot, event = self._slots[index], self._events[index]
+    def put(self, value: torch.Tensor) -> float | LateNumber:
+        if not self._free:
+            return math.nan
+        slot, event = self._free.pop()
         slot.copy_(value.detach().reshape(()), non_blocking=True)
         if event is not None:
             event.record(torch.cuda.current_stream(self._device))
-        return LateNumber(slot, event)
+        return LateNumber(slot, event, self._free)
+
+
+def _event(is_cuda: bool) -> Any:
+    return torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]

@@ -34,6 +34,7 @@ RULE_OF_THUMB = "estimate (rule of thumb, low confidence)"
 MAX_UNREAD_SHARE = 0.5
 """With more of its parameters unread than this, a model's structure counts as unknown."""
 
+_SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "_active_adapter")
 _plans: WeakKeyDictionary[nn.Module, tuple[int, EstimatePlan]] = WeakKeyDictionary()
 
 
@@ -79,7 +80,8 @@ def _state_of(model: nn.Module) -> int:
     for module in modules:
         modules += [child for child in module._modules.values() if child is not None]
         parts += [(id(p), p.requires_grad, p.dtype) for p in module._parameters.values() if p is not None]
-        parts.append(vars(module).get("gradient_checkpointing"))
+        own = vars(module)
+        parts += [str(own[name]) for name in _SWITCHES if name in own]
     return hash(tuple(parts))
 
 
@@ -87,22 +89,26 @@ def _make_plan(model: nn.Module) -> EstimatePlan:
     num_parameters = sum(p.numel() for p in model.parameters())
     if not num_parameters:
         raise CountError(f"{type(model).__name__} has no parameters: there is nothing to estimate its FLOPs from")
-    walk = Walk(model)
+    try:
+        walk = Walk(model)
+    except Exception as error:  # noqa: BLE001 - attributes of a user's model may raise anything; the reason is told
+        return _rule_of_thumb(model, num_parameters, f"{type(error).__name__}: {error}")
     terms = tuple(walk.terms)
     if not terms or walk.num_unread > MAX_UNREAD_SHARE * num_parameters:
-        return _rule_of_thumb(model, num_parameters)
+        return _rule_of_thumb(model, num_parameters, "most of its parameters belong to no layer that is known here")
     return EstimatePlan(terms=terms, left_out=tuple(walk.left_out), needs=needs_of(terms))
 
 
-def _rule_of_thumb(model: nn.Module, num_parameters: int) -> EstimatePlan:
+def _rule_of_thumb(model: nn.Module, num_parameters: int, reason: str) -> EstimatePlan:
     """2 FLOPs a parameter and token, 2.5 for models that also see or hear; training takes three times that."""
     config = getattr(model, "config", None)
     is_multimodal = any(hasattr(config, name) for name in ("vision_config", "audio_config"))
     coefficient = 2.5 if is_multimodal else 2.0
     dtype = next(iter(model.parameters())).dtype
     term = Term("", str(dtype).removeprefix("torch."), Rows("anything"), coefficient * num_parameters, num_grads=2)
-    told = f"{type(model).__name__} has no structure that we can read: {coefficient:g} FLOPs a parameter and token"
-    return EstimatePlan(terms=(term,), left_out=(f"{told}, three times that in training",), method=RULE_OF_THUMB)
+    rule = f"{coefficient:g} FLOPs a parameter and token, three times that in training"
+    told = f"{type(model).__name__} has no structure that we can read ({reason}): {rule}"
+    return EstimatePlan(terms=(term,), left_out=(told,), method=RULE_OF_THUMB)
 
 
 def _uniform_workload(model: nn.Module, plan: EstimatePlan, batch_size: int, length: int) -> Workload:

@@ -108,9 +108,10 @@ def window_of(module: nn.Module, config: Any, layer: int | None) -> int:
 
 def patch_window_of(config: Any, layer: int | None) -> PatchWindow | None:
     """Windows of this block of a vision tower, None where it attends over a whole frame."""
-    full = getattr(config, "fullatt_block_indexes", None)
-    side = getattr(config, "window_size", None)
-    if not isinstance(full, (list, tuple)) or not isinstance(side, int) or layer in full:
+    whole = getattr(config, "fullatt_block_indexes", None)
+    side, patch, merge = (getattr(config, name, None) for name in ("window_size", "patch_size", "spatial_merge_size"))
+    if not isinstance(whole, (list, tuple)) or layer in whole:
         return None
-    merge = int(config.spatial_merge_size)
-    return PatchWindow(merge=merge, cells=side // int(config.patch_size) // merge)
+    if not (isinstance(side, int) and isinstance(patch, int) and isinstance(merge, int)):
+        return None
+    return PatchWindow(merge=merge, cells=side // patch // merge)

@@ -132,7 +132,7 @@ class Walk:
             if first_of_all and flow.width and flow.rows.source == "dense":
                 extra = structure.extra_tokens(module, flow.width)
                 flow = replace(flow, rows=replace(flow.rows, extra=flow.rows.extra + extra))
-        self._note_unread(module, scope)
+        self._note_unread(module)
         return replace(flow, needs_grad=flow.needs_grad or entry.needs_grad or has_trained(module))
 
     def _inside(self, module: nn.Module, name: str, entry: Flow, scope: Scope) -> Scope:
@@ -222,16 +222,19 @@ class Walk:
         if "linear" in layer_type(module, scope.config, scope.layer):
             self.left_out["The recurrences of linear attention are not counted"] = None
         else:
-            amount = self._pairs(module, flow, memory, scope)
-            num_score_grads = trained["q"] + trained["k"]
-            num_value_grads = (num_score_grads > 0) + trained["v"]
-            for width, num_grads in ((shape.score_width, num_score_grads), (shape.value_width, num_value_grads)):
-                self.terms.append(Term(scope.path, self._dtype, amount, 2 * width * scope.calls, num_grads))
+            self._score(shape, self._pairs(module, flow, memory, scope), trained, scope)
         out = Flow(flow.rows, shape.value_width, flow.needs_grad or any(trained.values()))
         for name, child in _called_children(module, scope):
             if name not in shape.roles:
                 out = self._visit(child, out, self._inside(module, name, flow, scope))
         return replace(out, needs_grad=out.needs_grad or has_trained(module))
+
+    def _score(self, shape: Attention, amount: Amount, trained: dict[str, bool], scope: Scope) -> None:
+        """Queries times keys, and that times values: each side that depends on training is owed a product."""
+        num_score_grads = trained["q"] + trained["k"]
+        num_value_grads = (num_score_grads > 0) + trained["v"]
+        for width, num_grads in ((shape.score_width, num_score_grads), (shape.value_width, num_value_grads)):
+            self.terms.append(Term(scope.path, self._dtype, amount, 2 * width * scope.calls, num_grads))
 
     def _project(self, module: nn.Module, shape: Attention, flow: Flow, memory: Flow, scope: Scope) -> dict[str, bool]:
         """Queries from the flow, keys and values from the memory; returns which of them depend on training."""
@@ -274,7 +277,7 @@ class Walk:
         window = window_of(module, config, scope.layer) if flow.rows.is_text else 0
         return Pairs(flow.rows, causal=bool(said), window=window)
 
-    def _note_unread(self, module: nn.Module, scope: Scope) -> None:
+    def _note_unread(self, module: nn.Module) -> None:
         """Remember matrices of a module's own that no rule reads."""
         for name, parameter in module.named_parameters(recurse=False):
             shape = shape_of(parameter)
@@ -315,9 +318,10 @@ def _called_children(module: nn.Module, scope: Scope) -> Iterator[tuple[str, nn.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     if structure.is_expert_list(scope.name, module):
         children = children[:1]
-    active = getattr(scope.owners[-1], "active_adapters", None) if scope.owners else None
-    if isinstance(module, nn.ModuleDict) and isinstance(active, (list, tuple)):
-        children = [(name, child) for name, child in children if name in active]
+    if isinstance(module, nn.ModuleDict) and scope.owners:
+        active = getattr(scope.owners[-1], "active_adapters", None)
+        if isinstance(active, (list, tuple)):
+            children = [(name, child) for name, child in children if name in active]
     yield from children
 
 

@@ -1,0 +1,300 @@
+"""How many FLOPs does a step of this model take, and which part of the model takes them?"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import typer
+
+from flopmeter.errors import MissingLibraryError
+
+if TYPE_CHECKING:
+    from flopmeter.flops.flop_count import FlopCount
+    from flopmeter.flops.symbolic import Formula
+
+Axis = Literal["module", "op", "dtype"]
+ConventionName = Literal["exact", "full"]
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A config.json or its folder, a transformers type with sizes (llama:layers=32,hidden=4096,...), "
+            "a published name (llama-3-70b), or package.module:function.",
+            show_default=False,
+        ),
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Samples in the batch.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample; pixels on a side for a plain conv net.")] = 2048,
+    train: Annotated[bool, typer.Option("--train/--forward", help="Forward and backward, or forward alone.")] = True,
+    by: Annotated[str, typer.Option(help="Split the FLOPs by module, op or dtype.")] = "module",
+    depth: Annotated[int, typer.Option(min=1, help="Levels of modules to show.")] = 4,
+    convention: Annotated[
+        str, typer.Option(help="exact: pairs that the mask lets through. full: all pairs.")
+    ] = "exact",
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute the activations of every layer.")
+    ] = False,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="Also give the FLOPs as a formula of batch size B and length S.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every field as one JSON object.")] = False,
+) -> None:
+    """FLOPs of a model that need not fit this machine: it is run on shapes, no weight is allocated.
+
+    Example: flopmeter count llama-3-70b --batch 1 --seq 8192 --by module
+
+    Sizes have short names (layers, hidden, heads, kv_heads, head_dim, ffn,
+    vocab, window, experts, active_experts, expert_ffn, tied) or the config's
+    own; parts of a config take a dot, as in text_config.hidden_size=1024.
+    """
+    axis: Axis = _choose("--by", by, get_args(Axis))
+    kind: ConventionName = _choose("--convention", convention, get_args(ConventionName))
+    if find_spec("torch") is None:
+        raise MissingLibraryError("torch", needed_for="flopmeter count", extra="torch")
+    answer = _count(_Question(model, batch, seq, train, kind, checkpointing, symbolic))
+    if as_json:
+        typer.echo(json.dumps(answer.as_dict()))
+    else:
+        _show(answer, axis, depth)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    model: str
+    batch: int
+    seq: int
+    train: bool
+    convention: ConventionName
+    checkpointing: bool
+    symbolic: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """The count, and what it was of."""
+
+    question: _Question
+    class_name: str
+    num_parameters: int
+    num_trainable: int
+    num_tokens: int | None
+    """Text tokens in the batch, None for a model without text."""
+    count: FlopCount
+    formula_lengths: tuple[int, int] | None
+    """Between which lengths the formula was counted."""
+    seconds: Mapping[str, float]
+    """Time by stage: load (libraries and model), count, formula."""
+
+    def as_dict(self) -> dict[str, Any]:
+        asked = asdict(self.question)
+        sizes = {"class": self.class_name, "parameters": self.num_parameters, "trainable": self.num_trainable}
+        per_token = self.count.model_flop / self.num_tokens if self.num_tokens else None
+        counted = {"model_flop": self.count.model_flop, "flop_per_token": per_token, **asdict(self.count)}
+        extent = {"tokens": self.num_tokens, "formula_lengths": self.formula_lengths}
+        return {**asked, **sizes, **counted, **extent, "seconds": dict(self.seconds)}
+
+
+def _choose(option: str, value: str, known: tuple[str, ...]) -> Any:
+    if value in known:
+        return value
+    near = get_close_matches(value, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(known)}"
+    raise typer.BadParameter(f"{option}: unknown {value!r}: {hint}")
+
+
+def _count(question: _Question) -> _Answer:
+    from rich.console import Console
+
+    clock, found = _Clock(), None
+    with Console(stderr=True).status("Loading torch ...") as status:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        from flopmeter.flops.inputs import build_inputs
+        from flopmeter.flops.models import load_model
+        from flopmeter.flops.side_count import count_flops
+
+        status.update(f"Building {question.model} without weights ...")
+        model = load_model(question.model, checkpointing=question.checkpointing)
+        clock.lap("load")
+        status.update("Counting ...")
+        inputs = build_inputs(model, question.batch, question.seq)
+        count = count_flops(model, inputs, training=question.train, convention=question.convention)
+        clock.lap("count")
+        if question.symbolic:
+            status.update("Looking for a formula ...")
+            found = _find_formula(model, question)
+            count = replace(count, formula=found.expression if found else None)
+            clock.lap("formula")
+    parameters = list(model.parameters())
+    return _Answer(
+        question=question,
+        class_name=type(model).__name__,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        num_tokens=next((value.numel() for value in inputs.values() if _is_text(value)), None),
+        count=count,
+        formula_lengths=found.lengths if found else None,
+        seconds=clock.laps,
+    )
+
+
+def _find_formula(model: Any, question: _Question) -> Formula | None:
+    from flopmeter.flops.symbolic import formula
+
+    return formula(model, question.train, question.convention, check_at=[(question.batch, question.seq)])
+
+
+def _is_text(value: Any) -> bool:
+    """Token ids: whole numbers, one row for each sample."""
+    return hasattr(value, "dim") and value.dim() == 2 and not value.is_floating_point()
+
+
+class _Clock:
+    """Seconds of one stage after the other."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.laps[stage], self._since = now - self._since, now
+
+
+@dataclass(slots=True)
+class _Node:
+    """A module in the tree, or a run of equal ones."""
+
+    name: str
+    own_flop: float = 0.0
+    children: dict[str, _Node] = field(default_factory=dict)
+    num_equal: int = 1
+
+    @property
+    def flop(self) -> float:
+        """Of all that it stands for."""
+        return self.num_equal * (self.own_flop + sum(child.flop for child in self.children.values()))
+
+    def shape(self) -> Any:
+        """Equal for modules that take the same FLOPs in the same places."""
+        inner = [(child.name, child.shape()) for child in self.children.values()]
+        return self.num_equal, self.own_flop, tuple(inner)
+
+
+def _tree(by_module: Mapping[str, float]) -> _Node:
+    root = _Node("")
+    for path, flop in by_module.items():
+        node = root
+        for name in _levels(path):
+            node = node.children.setdefault(name, _Node(name))
+        node.own_flop += flop
+    return _fold(root)
+
+
+def _levels(path: str) -> list[str]:
+    """Names from the root on; a number stays with the list that it is in: ["model", "layers.0", "mlp"]."""
+    return re.findall(r"[^.]+(?:\.\d+(?![^.]))*", path)
+
+
+def _fold(node: _Node) -> _Node:
+    """Put neighbours that differ only in their number into one node."""
+    folded: list[_Node] = []
+    for child in map(_fold, node.children.values()):
+        last = folded[-1] if folded else None
+        if last is not None and _is_next(last, child):
+            last.num_equal += 1
+            last.name = f"{last.name.partition(' ')[0]} ... {child.name} ({last.num_equal} x)"
+        else:
+            folded.append(child)
+    return replace(node, children={child.name: child for child in folded})
+
+
+def _is_next(last: _Node, child: _Node) -> bool:
+    stem = _stem(child.name)
+    is_neighbour = bool(stem) and stem == _stem(last.name.partition(" ")[0])
+    return is_neighbour and replace(child, num_equal=last.num_equal).shape() == last.shape()
+
+
+def _stem(name: str) -> str:
+    """The list that a numbered module is in, "layers." or "."; empty for one with a name of its own."""
+    match = re.fullmatch(r"(.*\.)?\d+", name)
+    return (match[1] or ".") if match else ""
+
+
+def _rows(node: _Node, depth: int, guide: str = "") -> Iterator[tuple[str, float]]:
+    """Names with the lines of the tree before them, and FLOPs."""
+    children = list(node.children.values())
+    if children and node.own_flop and depth:
+        children.append(_Node("(itself)", node.own_flop))
+    for index, child in enumerate(children if depth else ()):
+        is_last = index == len(children) - 1
+        yield f"{guide}{'└─ ' if is_last else '├─ '}{child.name}", child.flop
+        for name, flop in _rows(child, depth - 1, guide + ("   " if is_last else "│  ")):
+            yield name, flop * child.num_equal
+
+
+def _show(answer: _Answer, axis: Axis, depth: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=120)
+    count, total = answer.count, answer.count.model_flop
+    table = Table(box=box.SIMPLE)
+    table.add_column(axis, overflow="fold")
+    table.add_column("FLOP", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    if axis == "module":
+        rows = [(answer.class_name, total), *_rows(_tree(count.by_module), depth)]
+    else:
+        parts: Mapping[str, float] = count.by_op if axis == "op" else count.by_dtype
+        rows = [*sorted(parts.items(), key=lambda item: -item[1]), ("total", total)]
+    for name, flop in rows:
+        table.add_row(name, _flop(flop), f"{flop / total:.1%}" if total else "")
+    console.print(table)
+    for line in _summary(answer):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _summary(answer: _Answer) -> Iterator[str]:
+    count, asked = answer.count, answer.question
+    frozen = answer.num_parameters - answer.num_trainable
+    yield f"{answer.num_parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
+    yield f"forward {_flop(count.forward_flop)}" + (
+        f", backward {_flop(count.backward_flop)}, training {_flop(count.model_flop)}" if asked.train else ""
+    )
+    if count.recompute_flop:
+        yield f"recomputed {_flop(count.recompute_flop)}, so that the hardware runs {_flop(count.hardware_flop)}"
+    if answer.num_tokens:
+        yield f"per token {_flop(count.model_flop / answer.num_tokens)}, of {answer.num_tokens:,} tokens"
+    else:
+        yield f"per sample {_flop(count.model_flop / asked.batch)}"
+    if answer.formula_lengths:
+        yield f"formula {count.formula}, counted from S = {answer.formula_lengths[0]} to {answer.formula_lengths[1]}"
+    elif asked.symbolic:
+        yield "formula none: the FLOPs are no polynomial in batch size and length"
+    coverage = "" if count.coverage is None else f", coverage {count.coverage:.1%}"
+    times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in answer.seconds.items())
+    yield f"{count.convention} convention, counted on {count.method}{coverage}; {times}"
+    if count.uncounted:
+        yield "not counted: " + ", ".join(f"{op} ({calls} x)" for op, calls in count.uncounted.items())
+    yield from (f"left out: {sentence}" for sentence in count.left_out)
+
+
+def _flop(value: float) -> str:
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / size:.4g} {prefix}FLOP"
+    return f"{value:.4g} FLOP"

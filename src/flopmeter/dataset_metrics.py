@@ -1,0 +1,321 @@
+"""How does each dataset of a mixture fare: its loss, its accuracy, its samples, without waiting for the device?
+
+    metrics = DatasetMetrics(every=10)
+    metrics.update(batch["dataset"], losses, logits, labels)      # each batch: no sync, no loop over samples
+    taken = metrics.take()                                        # sums on the device, not read yet
+    resolve(taken.totals(taken.sums.tolist()))                    # later: {"dataset/code/loss": 1.9, ...}
+
+Samples are counted in every batch, from the names alone. Loss and accuracy come from one batch in `every`, at a place
+that varies (drawn from a generator of our own): were it always the tenth, a loader that takes its datasets in turn
+would show some of them never. A batch is one call of `update`; with gradient accumulation, a micro-batch.
+
+Accuracy: predictions are compared with labels as they stand. Logits (N, C) answer for labels (N). Logits (N, S, C) at
+position t answer for the label at t + 1, as Hugging Face's causal models shift them (`shift_labels=False` for masked
+language models and token classification). Labels of -100 do not count. A loss is a mean over samples, an accuracy
+over labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flopmeter.errors import ConfigError, FlopmeterError
+
+logger = logging.getLogger("flopmeter")
+
+IGNORED_LABEL = -100
+MAX_DATASETS = 1000
+"""More names than this are sample ids by mistake; their updates are dropped, so that memory stays bounded."""
+
+NUM_ROWS = 4
+"""Rows of the sums: loss, samples with a loss, right labels, labels."""
+FIRST_CAPACITY = 16
+"""Datasets for which there is room before the sums move to a larger place."""
+
+
+class Totals(NamedTuple):
+    """Sums of one dataset, as numbers; those of several ranks or stretches add up field by field."""
+
+    samples: float = 0.0
+    """Samples since the start of the run."""
+    loss: float = 0.0
+    """Sum of the losses of the samples that were looked at since the last `take`."""
+    loss_samples: float = 0.0
+    """How many those were."""
+    correct: float = 0.0
+    """Labels predicted right, among those looked at."""
+    labels: float = 0.0
+    """Labels looked at."""
+
+    def plus(self, other: Totals) -> Totals:
+        """Both together."""
+        return Totals(*map(sum, zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What was accumulated up to a `take`; nothing of it has been read from the device."""
+
+    samples: Mapping[str, int]
+    """Samples by dataset, since the start of the run."""
+    names: tuple[str, ...]
+    """Dataset of each column of `sums`."""
+    sums: torch.Tensor | None
+    """(4, datasets) on the device: loss, samples with a loss, right labels, labels. None: no batch was looked at."""
+
+    def totals(self, values: Sequence[Sequence[float]] = ()) -> dict[str, Totals]:
+        """The sums by dataset name, given the host's copy of `sums` (none when it is None)."""
+        columns = dict(zip(self.names, zip(*values, strict=True), strict=False))
+        return {name: Totals(count, *columns.get(name, ())) for name, count in self.samples.items()}
+
+
+def merge(parts: Iterable[Mapping[str, Totals]]) -> dict[str, Totals]:
+    """Totals of several ranks as one; they need not have seen the same datasets."""
+    result: dict[str, Totals] = {}
+    for part in parts:
+        for name, totals in part.items():
+            result[name] = result.get(name, Totals()).plus(totals)
+    return result
+
+
+def resolve(totals: Mapping[str, Totals]) -> dict[str, float]:
+    """The metrics. A mean over nothing is left out, so a dataset that was not looked at has only its samples.
+
+    A key has one segment for the name: "/" in it becomes "--" (`allenai/c4` is `dataset/allenai--c4/loss`), an empty
+    one "unnamed"; names that are then alike are one dataset.
+    """
+    result: dict[str, float] = {}
+    for name, total in merge({_segment(name): total} for name, total in totals.items()).items():
+        if total.loss_samples:
+            result[f"dataset/{name}/loss"] = total.loss / total.loss_samples
+        if total.labels:
+            result[f"dataset/{name}/accuracy"] = total.correct / total.labels
+        result[f"dataset/{name}/samples"] = total.samples
+    return result
+
+
+def _segment(name: str) -> str:
+    return str(name).replace("/", "--") or "unnamed"
+
+
+class DatasetMetrics:
+    """Accumulates on the device, on the training thread; never raises, never synchronises, keeps no graph.
+
+    Args:
+        every: Look at the loss and the labels of one batch in so many.
+        shift_labels: Whether logits (N, S, C) at one position answer for the label at the next.
+    """
+
+    def __init__(self, every: int = 10, *, shift_labels: bool = True) -> None:
+        if every < 1:
+            raise ConfigError(f"dataset_metrics_every: {every} is no number of steps; allowed: 1 or more")
+        self.every = every
+        self.num_dropped = 0
+        """Updates that did not fit together; the first one gave a warning."""
+        self._shift_labels = shift_labels
+        self._samples: Counter[str] = Counter()
+        self._ids: dict[str, int] = {}
+        self._sums: torch.Tensor | None = None
+        self._is_empty = True
+        self._last_columns: tuple[tuple[str, ...], torch.Tensor] | None = None
+        self._num_calls = 0
+        self._place = 0
+        # Not the user's generator: the monitor consumes no random numbers.
+        self._random = random.Random(0)
+
+    def update(
+        self,
+        dataset_names: Sequence[str] | str,
+        loss: torch.Tensor | float,
+        logits: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        predictions: torch.Tensor | None = None,
+    ) -> None:
+        """Take in one batch. If it is looked at and does not fit together it is dropped whole, with one warning.
+
+        Args:
+            dataset_names: One for each sample, or one for all.
+            loss: One for each sample, or one for the batch, which then counts for each sample of every dataset in it.
+            predictions: Class or token ids; they take precedence over `logits`.
+        """
+        try:
+            self._take_in(dataset_names, loss, logits, labels, predictions)
+        except Exception as error:  # noqa: BLE001 (nothing of ours may stop a training run; the reason is logged)
+            self.num_dropped += 1
+            if self.num_dropped == 1:
+                reason = error if isinstance(error, FlopmeterError) else f"{type(error).__name__}: {error}"
+                logger.warning("dataset metrics: an update is dropped (%s); more of them will be in silence", reason)
+
+    def take(self) -> Taken | None:
+        """What has come together since the last take, or None; call it on the training thread, read it anywhere."""
+        if not self._samples:
+            return None
+        sums = None
+        if self._sums is not None and not self._is_empty:
+            sums = self._sums[:, : len(self._ids)].clone()
+            self._sums.zero_()
+            self._is_empty = True
+        return Taken(samples=dict(self._samples), names=tuple(self._ids), sums=sums)
+
+    def _take_in(
+        self,
+        names: Sequence[str] | str,
+        loss: torch.Tensor | float,
+        logits: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        predictions: torch.Tensor | None,
+    ) -> None:
+        counts = {names: _num_samples(loss, labels)} if isinstance(names, str) else Counter(names)
+        self._register(counts.keys() - self._ids.keys())
+        if self._is_due():
+            batch = _check(names, loss, logits, labels, predictions)
+            if batch.num_samples and not _is_capturing(batch.device):
+                self._add(batch)
+        # Last, so that an update which failed has left nothing behind.
+        self._samples.update(counts)
+
+    def _add(self, batch: _Batch) -> None:
+        sums = self._room(batch.device)
+        rows = _rows(batch, sums, shift_labels=self._shift_labels)
+        sums[: len(rows)].index_add_(1, self._columns(batch, sums.device), rows)
+        self._is_empty = False
+
+    def _register(self, new: Collection[str]) -> None:
+        if not all(isinstance(name, str) for name in new):
+            raise FlopmeterError("a dataset name must be text")
+        if len(self._ids) + len(new) > MAX_DATASETS:
+            raise FlopmeterError(f"more than {MAX_DATASETS} dataset names: are they names of samples?")
+        for name in sorted(new):
+            self._ids[name] = len(self._ids)
+
+    def _is_due(self) -> bool:
+        """Whether this batch is the one of its `every` that is looked at: the very first, then at a varying place."""
+        offset = self._num_calls % self.every
+        if offset == 0 and self._num_calls:
+            self._place = self._random.randrange(self.every)
+        self._num_calls += 1
+        return offset == self._place
+
+    def _room(self, device: torch.device | None) -> torch.Tensor:
+        """The sums, with a column for each dataset; copied to a larger place, unread, when names were added."""
+        old = self._sums
+        if old is not None and device is not None and old.device.type != device.type:
+            raise FlopmeterError(f"earlier batches were on {old.device} and this one is on {device}")
+        if old is not None and len(self._ids) <= old.shape[1]:
+            return old
+        device = old.device if old is not None else device or torch.device("cpu")
+        # A tensor made in the user's inference mode could not be added to outside of it.
+        with torch.inference_mode(False):
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            sums = torch.zeros(NUM_ROWS, max(FIRST_CAPACITY, 2 * len(self._ids)), dtype=dtype, device=device)
+            if old is not None:
+                sums[:, : old.shape[1]].copy_(old)
+        self._sums = sums
+        return sums
+
+    def _columns(self, batch: _Batch, device: torch.device) -> torch.Tensor:
+        """The column of each sample, on the device; kept for the next batch with the same names."""
+        if isinstance(batch.names, str):
+            return torch.full((batch.num_samples,), self._ids[batch.names], device=device)
+        names = tuple(batch.names)
+        if self._last_columns is None or self._last_columns[0] != names:
+            # From pinned memory, without waiting: a plain copy would wait until the GPU has caught up.
+            columns = torch.tensor(
+                list(map(self._ids.__getitem__, names)), device="cpu", pin_memory=device.type == "cuda"
+            )
+            self._last_columns = names, columns.to(device, non_blocking=True)
+        return self._last_columns[1]
+
+
+class _Batch(NamedTuple):
+    """One update whose parts fit together."""
+
+    names: Sequence[str] | str
+    num_samples: int
+    loss: torch.Tensor | float
+    answers: torch.Tensor | None
+    labels: torch.Tensor | None
+    is_logits: bool
+    device: torch.device | None
+
+
+def _check(
+    names: Sequence[str] | str,
+    loss: torch.Tensor | float,
+    logits: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    predictions: torch.Tensor | None,
+) -> _Batch:
+    """Look at shapes and devices only: the host knows them, so it costs no wait."""
+    answers = logits if predictions is None else predictions
+    if answers is None or labels is None:
+        answers = labels = None
+    num_samples = _num_samples(loss, labels) if isinstance(names, str) else len(names)
+    if not isinstance(loss, (torch.Tensor, float, int)):
+        raise FlopmeterError(f"a loss is a tensor or a number, not {type(loss).__name__}")
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1 and loss.shape != (num_samples,):
+        raise FlopmeterError(f"{num_samples} samples are named and the loss has the shape {tuple(loss.shape)}")
+    if answers is not None and labels is not None:
+        _check_answers(answers, labels, num_samples, is_logits=predictions is None)
+    device = _device(tensor for tensor in (loss, answers, labels) if isinstance(tensor, torch.Tensor))
+    return _Batch(names, num_samples, loss, answers, labels, predictions is None, device)
+
+
+def _num_samples(loss: torch.Tensor | float, labels: torch.Tensor | None) -> int:
+    """Size of a batch that has one name for all; without labels and with one loss for all it counts as one sample."""
+    tensors = (labels, loss)
+    return next((len(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim()), 1)
+
+
+def _check_answers(answers: torch.Tensor, labels: torch.Tensor, num_samples: int, *, is_logits: bool) -> None:
+    shapes = f"{num_samples} samples are named, labels have the shape {tuple(labels.shape)}"
+    if not labels.dim() or len(labels) != num_samples:
+        raise FlopmeterError(shapes)
+    if not is_logits:
+        if answers.shape != labels.shape:
+            raise FlopmeterError(f"{shapes}, predictions {tuple(answers.shape)}")
+        return
+    if answers.shape[:-1] != labels.shape or answers.shape[-1] < 2 or labels.is_floating_point():
+        raise FlopmeterError(f"{shapes}, logits {tuple(answers.shape)}: pass class ids as predictions instead")
+
+
+def _device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Where the tensors are. Several GPUs are fine; between CPU and GPU nothing can be copied without waiting."""
+    devices = {tensor.device.type: tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise FlopmeterError(f"tensors are on {' and '.join(map(str, devices.values()))}: put them on one device")
+    return next(iter(devices.values()), None)
+
+
+def _is_capturing(device: torch.device | None) -> bool:
+    """Whether a CUDA graph is being recorded: what we add now would be added again at every replay."""
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _rows(batch: _Batch, sums: torch.Tensor, *, shift_labels: bool) -> torch.Tensor:
+    """What each sample adds to the rows of the sums: (2 or 4, samples)."""
+    loss = batch.loss if isinstance(batch.loss, torch.Tensor) else torch.full((1,), batch.loss, device=sums.device)
+    losses = loss.detach().reshape(-1).to(sums).expand(batch.num_samples)
+    rows = [losses, torch.ones_like(losses)]
+    if batch.answers is not None and batch.labels is not None:
+        answers, labels = batch.answers.detach(), batch.labels.detach()
+        if batch.is_logits:
+            if shift_labels and labels.dim() == 2:
+                answers, labels = answers[:, :-1], labels[:, 1:]
+            answers = answers.argmax(-1)
+        labels = labels.to(answers.device, non_blocking=True)
+        is_counted = labels != IGNORED_LABEL
+        is_right = is_counted & (answers == labels)
+        rows += [_per_sample(flags, batch.num_samples).to(sums) for flags in (is_right, is_counted)]
+    return torch.stack(rows)
+
+
+def _per_sample(flags: torch.Tensor, num_samples: int) -> torch.Tensor:
+    return flags.reshape(num_samples, flags.numel() // num_samples).sum(1)

@@ -1,0 +1,263 @@
+"""Which share of the wall time since the first start went into steps that count, and where did the rest go?
+
+    from flopmeter import load_run
+    from flopmeter.goodput import goodput
+
+    goodput(load_run("runs/mine")).share        # 0.87
+
+The wall time runs from the first header to the last line of the file and splits into parts that add up to it:
+
+    productive      steps whose work is still in the model; warm-up steps train it too, so they belong here
+    lost steps      steps that a restart threw away: those after the checkpoint from which it resumed
+    measuring       what an observed or profiled step took beyond its neighbours: the step counts, the surplus does not
+    pauses          by name, wherever they fell, in lost stretches as well; one inside another counts once, as the inner
+    restarts        from the last step or pause of one start to the header of the next
+    start-up        from a header to the beginning of its first step, pauses aside
+    other           what is left: steps without a duration, time between steps, what happened after the last step
+
+Left out: a killed run misses its last lines (the flush bound), and their time shows as restart. Which start a step
+belongs to is told from its time of day, so a restart on a machine whose clock is behind may hide lost steps.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from flopmeter.record import Run
+
+LONGEST_S = 1e9
+"""No step or pause lasts 30 years: a duration beyond it is damage, and counts as unknown."""
+LATEST_S = 1e11
+"""No run is dated after the year 5000."""
+NUM_NEIGHBOURS = 5
+"""Unmarked steps on either side that a measured step is held against."""
+TOLERANCE = 0.01
+"""Share of the wall time by which the parts may exceed it (clocks are adjusted) before no share is given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """Where the wall time of a run went. All parts, `other_s` included, add up to `wall_s`."""
+
+    share: float | None
+    """`productive_s / wall_s`; None when no wall time is known or the parts contradict it (see `note`)."""
+    wall_s: float
+    """From the first header to the last line."""
+    productive_s: float
+    """Steps whose work was kept, without the surplus of measuring."""
+    lost_steps_s: float
+    """Steps that a restart threw away, whether or not they have been redone yet."""
+    measuring_s: float
+    """Surplus of observed and profiled steps over the median of the unmarked steps around them."""
+    pause_s: Mapping[str, float]
+    """Seconds by name of the pause: evaluation, checkpoint."""
+    restart_s: float
+    """Downtime between starts."""
+    start_up_s: float
+    """Between each header and the beginning of its first step; while there is none yet, up to the last line."""
+    other_s: float
+    """The remainder. Below zero where the clock was set back while the run went on."""
+    num_starts: int
+    """Headers that say when; 1 where none does."""
+    num_steps: int
+    """Steps whose work was kept."""
+    num_lost_steps: int
+    """Steps that a restart threw away."""
+    note: str = ""
+    """What makes the numbers less than certain."""
+
+
+class _Pause(NamedTuple):
+    name: str
+    own_s: float
+    end_s: float
+
+
+class _Start(NamedTuple):
+    """One header, and what was written until the next."""
+
+    at_s: float
+    steps: range
+    pauses: list[_Pause]
+    end_s: float
+
+
+def goodput(run: Run) -> Goodput:
+    """Split the wall time of a run; never raises, whatever the record holds."""
+    step_s = run.column("perf/step_time")
+    pauses = _pauses(run.events)
+    starts = _starts(run, step_s, pauses)
+    kept, lost = _judge_steps(run.step, starts)
+    measuring_s = max(math.fsum(_surpluses(run, step_s, kept)), 0.0)
+    parts = {
+        "productive_s": _time_of(kept, step_s) - measuring_s,
+        "lost_steps_s": _time_of(lost, step_s),
+        "measuring_s": measuring_s,
+        "restart_s": _total(after.at_s - before.end_s for before, after in pairwise(starts)),
+        "start_up_s": _total(_start_up_s(run.time, step_s, start) for start in starts),
+    }
+    pause_s = _by_name(pauses)
+    wall_s = max(start.end_s for start in starts) - starts[0].at_s
+    other_s = wall_s - math.fsum([*parts.values(), *pause_s.values()])
+    doubt = _doubt(wall_s, other_s)
+    return Goodput(
+        share=None if doubt else parts["productive_s"] / wall_s,
+        wall_s=wall_s,
+        pause_s=pause_s,
+        other_s=other_s,
+        num_starts=len(starts),
+        num_steps=sum(map(len, kept)),
+        num_lost_steps=sum(map(len, lost)),
+        note=doubt or _untimed(step_s),
+        **parts,
+    )
+
+
+def _pauses(events: Iterable[Mapping[str, Any]]) -> list[_Pause]:
+    """All pauses, each without those inside it: an inner one is over, and written, before the outer one."""
+    result: list[_Pause] = []
+    outermost: list[tuple[float, float]] = []
+    for event in events:
+        duration_s, end_s = _number(event.get("duration_s"), LONGEST_S), _number(event.get("time"), LATEST_S)
+        if event.get("event") != "pause" or math.isnan(duration_s):
+            continue
+        inner_s = 0.0
+        while outermost and end_s - duration_s <= outermost[-1][0] <= end_s:
+            inner_s += outermost.pop()[1]
+        outermost.append((end_s - duration_s / 2, duration_s))
+        result.append(_Pause(str(event.get("name")), max(duration_s - inner_s, 0.0), end_s))
+    return result
+
+
+def _by_name(pauses: Iterable[_Pause]) -> dict[str, float]:
+    total_s: dict[str, float] = {}
+    for pause in pauses:
+        total_s[pause.name] = total_s.get(pause.name, 0.0) + pause.own_s
+    return total_s
+
+
+def _starts(run: Run, step_s: array[float], pauses: Iterable[_Pause]) -> list[_Start]:
+    """The run, cut where each header says that it began; there is always one."""
+    known = [at_s for header in run.headers if (at_s := _number(header.started_at, LATEST_S)) > 0]
+    # A start is never dated before the one before it, whatever the clock of its machine said.
+    at = list(accumulate(known or [_beginning(run.time, step_s)], max))
+    steps = _cut(run.time, at)
+    inside: list[list[_Pause]] = [[] for _ in at]
+    for pause in pauses:
+        inside[_place(at, pause.end_s)].append(pause)
+    ends = [
+        max(at_s, _latest(run.time[part.start : part.stop]), _latest(pause.end_s for pause in paused))
+        for at_s, part, paused in zip(at, steps, inside, strict=True)
+    ]
+    # Other lines only date the end of the run: some are made just before the header that they follow.
+    lines = (*run.events, run.summary or {})
+    ends[-1] = max(ends[-1], _latest(_number(line.get("time"), LATEST_S) for line in lines))
+    return [_Start(*parts) for parts in zip(at, steps, inside, ends, strict=True)]
+
+
+def _beginning(time: array[float], step_s: array[float]) -> float:
+    """When the first dated step began, for a record that does not say when it started."""
+    begins = (
+        end_s - (duration_s if 0 <= duration_s < LONGEST_S else 0.0)
+        for end_s, duration_s in zip(time, step_s, strict=True)
+    )
+    return next(_moments(begins), 0.0)
+
+
+def _cut(time: array[float], at: list[float]) -> list[range]:
+    """The steps of each start; one without a date stays with those before it."""
+    cuts = [0]
+    for at_s in at[1:]:
+        cuts.append(next((place for place in range(cuts[-1], len(time)) if time[place] >= at_s), len(time)))
+    return [range(first, stop) for first, stop in pairwise([*cuts, len(time)])]
+
+
+def _place(at: list[float], moment_s: float) -> int:
+    return max(bisect_right(at, moment_s) - 1, 0)
+
+
+def _judge_steps(number: array[int], starts: Iterable[_Start]) -> tuple[list[range], list[range]]:
+    """Steps that were kept, and steps that were lost: a start that begins at step n throws away n and all after it.
+
+    Only as far back as the numbers fall without a jump: where a loop counts anew in each epoch, older epochs are safe.
+    """
+    kept: list[range] = []
+    lost: list[range] = []
+    for start in starts:
+        if not start.steps:
+            continue
+        resumed_at, above = number[start.steps.start], math.inf
+        while kept:
+            steps = kept.pop()
+            stop = steps.stop
+            while stop > steps.start and resumed_at <= number[stop - 1] <= above:
+                stop -= 1
+                above = number[stop]
+            lost.append(range(stop, steps.stop))
+            if stop > steps.start:
+                kept.append(range(steps.start, stop))
+                break
+        kept.append(start.steps)
+    return kept, lost
+
+
+def _surpluses(run: Run, step_s: array[float], kept: Iterable[range]) -> Iterator[float]:
+    """What each measured step took beyond the unmarked steps around it; nothing where there are none to compare."""
+    measured = [place for place, marks in run.marks.items() if "observed" in marks or "profiled" in marks]
+    for steps in kept:
+        for place in filter(steps.__contains__, measured):
+            around = range(max(place - NUM_NEIGHBOURS, steps.start), min(place + NUM_NEIGHBOURS + 1, steps.stop))
+            usual_s = [step_s[near] for near in around if near not in run.marks and 0 <= step_s[near] < LONGEST_S]
+            if usual_s and 0 <= step_s[place] < LONGEST_S:
+                yield step_s[place] - median(usual_s)
+
+
+def _start_up_s(time: array[float], step_s: array[float], start: _Start) -> float:
+    if not start.steps:
+        return start.end_s - start.at_s - sum(pause.own_s for pause in start.pauses)
+    first = start.steps.start
+    paused_s = sum(pause.own_s for pause in start.pauses if pause.end_s <= time[first])
+    return time[first] - step_s[first] - paused_s - start.at_s
+
+
+def _time_of(parts: Iterable[range], step_s: array[float]) -> float:
+    return _total(_total(step_s[steps.start : steps.stop]) for steps in parts)
+
+
+def _total(durations_s: Iterable[float]) -> float:
+    """Sum of the durations that can be ones; a negative one comes of a clock that was set back."""
+    return math.fsum(duration_s for duration_s in durations_s if 0 < duration_s < LONGEST_S)
+
+
+def _moments(times_s: Iterable[float]) -> Iterator[float]:
+    return (time_s for time_s in times_s if 0 < time_s < LATEST_S)
+
+
+def _latest(times_s: Iterable[float]) -> float:
+    return max(_moments(times_s), default=0.0)
+
+
+def _number(value: Any, limit: float) -> float:
+    """The value if it is a number from 0 to the limit, else NaN."""
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < limit else math.nan
+
+
+def _doubt(wall_s: float, other_s: float) -> str:
+    if wall_s <= 0:
+        return "the record shows no wall time: it has no dated line after its start"
+    if other_s < -TOLERANCE * wall_s:
+        return f"the parts exceed the wall time by {-other_s:.1f} s: the clock was set back, or two runs share the file"
+    return ""
+
+
+def _untimed(step_s: array[float]) -> str:
+    num_untimed = len(step_s) - sum(0 <= duration_s < LONGEST_S for duration_s in step_s)
+    return f"{num_untimed} steps have no duration; their time is in other" if num_untimed else ""

@@ -1,0 +1,67 @@
+"""What did the device do meanwhile? Marks its timeline beside the host's clock, and sums it up now and then."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from flopmeter.timing.bound import data_wait, judge
+from flopmeter.timing.events import DeviceStep, DeviceTimeline
+
+logger = logging.getLogger("flopmeter")
+
+MAX_STEPS = 1000
+
+
+class DeviceTime:
+    """Collects finished device steps and writes an event about them: seconds by phase, and who waited for whom.
+
+    Args:
+        event: Writes an event to the run file.
+        every: Steps between two events.
+    """
+
+    def __init__(self, timeline: DeviceTimeline, event: Callable[..., None], every: int) -> None:
+        self.mark = timeline.mark
+        self._timeline = timeline
+        self._event = event
+        self._every = every
+        self._steps: list[DeviceStep] = []
+
+    def end_step(self, number: int) -> None:
+        """The host has ended a step; take what the device has finished."""
+        self._timeline.end_step(number)
+        self._steps += [step for step in self._timeline.poll() if step.flaw is None][: MAX_STEPS - len(self._steps)]
+        if number and number % self._every == 0:
+            self.report()
+
+    def report(self) -> None:
+        """Write what has come together."""
+        steps, self._steps = self._steps, []
+        if steps:
+            self._event("device_time", num_steps=len(steps), **summary_of(steps))
+
+    def close(self) -> None:
+        """The run is over."""
+        self.report()
+        self._timeline.close()
+
+
+def summary_of(steps: list[DeviceStep]) -> dict[str, Any]:
+    """Mean seconds of a step on the device and on the host, by phase, with the verdict on who waits."""
+    device_s: dict[str, float] = defaultdict(float)
+    host_s: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for phase, time in step.phases.items():
+            device_s[phase] += time.device_s / len(steps)
+            host_s[phase] += time.host_s / len(steps)
+    wait = data_wait(steps)
+    return {
+        "device_s": dict(device_s),
+        "host_s": dict(host_s),
+        "verdict": asdict(judge(steps)),
+        "data_wait": {"host_s": wait.host_s, "lost_s": wait.device_s},
+    }

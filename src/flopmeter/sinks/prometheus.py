@@ -1,0 +1,136 @@
+"""A page for Prometheus: which gauge does each metric become, and where can it be scraped?
+
+`perf/mfu` becomes `flopmeter_perf_mfu`; the name in `dataset/<name>/loss` becomes a label:
+`flopmeter_dataset_loss{dataset="web"}`. What the run is stands once, in the labels of `flopmeter_run_info`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from flopmeter.errors import ConfigError, MissingLibraryError
+from flopmeter.schema import METRICS, METRICS_BY_KEY, Metric
+from flopmeter.sinks import SinkContext
+
+logger = logging.getLogger("flopmeter")
+
+_RUN_LABELS = ("run_id", "host", "model", "device", "mode", "convention", "world_size")
+_FAMILIES = [metric for metric in METRICS if "<" in metric.key]
+"""The metrics with a name of the user's in their key."""
+
+
+class Series(NamedTuple):
+    """Where a metric stands on the page."""
+
+    gauge: str
+    help: str
+    origin: str
+    """The key, or the key with `<name>` in it: two origins never share a gauge."""
+    label: str | None = None
+    value: str = ""
+    """Value of the label."""
+
+
+class Sink:
+    """Serves the latest value of each metric over HTTP, from a registry of its own.
+
+    The page is made when it is asked for, so logging costs next to nothing.
+    """
+
+    def __init__(self, context: SinkContext) -> None:
+        self._client = _load_library()
+        header = {name: context.header[name] for name in _RUN_LABELS if name in context.header}
+        self._run = {name: str(value) for name, value in {**header, "rank": context.rank}.items()}
+        self._latest: dict[str, float] = {}
+        self._refused: set[str] = set()
+        registry = self._client.CollectorRegistry()
+        registry.register(self)
+        settings = context.config.prometheus
+        self._server, self._thread = _listen(self._client, settings.host, settings.port, registry)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return int(self._server.server_port)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Replace what the page shows of these metrics; the others keep their last value."""
+        self._latest.update(metrics)
+
+    def collect(self) -> Iterator[Any]:
+        """What a scrape gets. Called by the library, in the thread of the request."""
+        families = self._client.core
+        yield families.InfoMetricFamily("flopmeter_run", "What is being trained, and on what.", value=self._run)
+        gauges: dict[str, tuple[str, Any]] = {}
+        for key, value in self._latest.copy().items():
+            series = series_of(key)
+            labels = [series.label] if series.label else []
+            new = families.GaugeMetricFamily(series.gauge, series.help, labels=labels)
+            origin, gauge = gauges.setdefault(series.gauge, (series.origin, new))
+            if origin == series.origin:
+                gauge.add_metric([series.value] if series.label else [], value)
+            else:
+                self._refuse(key, origin)
+        yield from (gauge for _, gauge in gauges.values())
+
+    def close(self) -> None:
+        """Stop listening and free the port."""
+        self._server.shutdown()
+        with suppress(OSError):
+            # Loader workers that were forked meanwhile hold this socket too: closing ours alone would leave it open.
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+        self._server.server_close()
+        self._thread.join()
+
+    def _refuse(self, key: str, origin: str) -> None:
+        if key not in self._refused:
+            self._refused.add(key)
+            logger.warning("prometheus: %r is left out, because %r has the same gauge; rename one of them", key, origin)
+
+
+@cache
+def series_of(key: str) -> Series:
+    """The gauge of a metric key, with the label that a name in the key becomes."""
+    for metric in _FAMILIES:
+        before, after = re.split(r"<\w+>", metric.key)
+        if key.startswith(before) and key.endswith(after) and len(key) > len(before + after):
+            name = key.removeprefix(before).removesuffix(after)
+            gauge = _gauge_name(before.rstrip("/") + after)
+            return Series(gauge, _help(metric), metric.key, before.rstrip("/"), name)
+    return Series(_gauge_name(key), _help(METRICS_BY_KEY.get(key)), key)
+
+
+def _gauge_name(key: str) -> str:
+    return "flopmeter_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+
+
+def _help(metric: Metric | None) -> str:
+    if metric is None:
+        return "Logged by the training script."
+    return f"{metric.meaning} Unit: {metric.unit}." if metric.unit else metric.meaning
+
+
+def _listen(client: Any, host: str, port: int, registry: Any) -> tuple[Any, Any]:
+    try:
+        server, thread = client.start_http_server(port, host, registry)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"prometheus: cannot listen on {host}:{port} ({reason}); set another prometheus.port or prometheus.host"
+        ) from error
+    return server, thread
+
+
+def _load_library() -> Any:
+    try:
+        import_module("prometheus_client.core")
+        return import_module("prometheus_client")
+    except ImportError as error:
+        raise MissingLibraryError("prometheus_client", needed_for="the sink prometheus", extra="prometheus") from error
