@@ -140,6 +140,12 @@ def test_op_and_dtype_tables_add_up() -> None:
     assert re.search(r"total +20.4 kFLOP +100.0%", by_dtype)
 
 
+def test_the_dtype_of_the_weights_is_that_of_the_products() -> None:
+    built, chosen = (answer(f"test_cli_count:stack --batch 2 --seq 3 {o}") for o in ("", "--dtype bf16"))
+
+    assert (built["by_dtype"], chosen["by_dtype"]) == ({"float32": STACK_FLOP}, {"bfloat16": STACK_FLOP})
+
+
 def test_depth_cuts_the_tree() -> None:
     tree = _tree({"model.layers.0.mlp.up": 6.0, "model.layers.0.mlp.down": 2.0, "model.layers.0": 1.0, "head": 1.0})
 
@@ -189,6 +195,7 @@ def test_only_neighbours_with_the_same_flops_in_the_same_places_are_one_line() -
         ("x:y --by modul", "--by: unknown 'modul': did you mean 'module'?"),
         ("x:y --by zzz", "--by: unknown 'zzz': it is one of module, op, dtype"),
         ("x:y --convention palm", "--convention: unknown 'palm'"),
+        ("x:y --dtype bf17", "--dtype: unknown 'bf17': did you mean 'bf16'?"),
         ("x:y --seq 0", "greater than or equal to 1"),
         ("x:y --depth 0", "greater than or equal to 1"),
     ],

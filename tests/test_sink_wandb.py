@@ -218,6 +218,17 @@ class TestARunThatIsAlreadyOpen:
         assert column(rows, "mine") == [float(step) for step in range(100)]
         assert all(row["training/loss"] == row["global_step"] for row in rows if "training/loss" in row)
 
+    def test_keeps_the_rows_after_a_first_burst_of_ours(self, run: Any, tmp_path: Path) -> None:
+        for step in range(6):
+            run.log({"mine": float(step)}, step=step)
+        sink = sink_of()
+        for step in range(6):
+            sink.log(step, {"training/loss": float(step)})
+        for step in range(6, 12):
+            run.log({"mine": float(step)}, step=step)
+        run.finish()
+        assert column(history(tmp_path), "mine") == [float(step) for step in range(12)]
+
     def test_keeps_every_row_of_both_when_its_owner_logs_without_a_step(self, run: Any, tmp_path: Path) -> None:
         sink = sink_of()
         for step in range(100):
@@ -265,8 +276,9 @@ class Server(ThreadingHTTPServer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """`quiet` saves wandb's question who is logged in."""
-        return {"base_url": f"http://127.0.0.1:{self.server_port}", "api_key": "0" * 40, "quiet": True}
+        """`quiet` saves wandb's question who is logged in; the limit keeps a failing test from waiting for ever."""
+        url = f"http://127.0.0.1:{self.server_port}"
+        return {"base_url": url, "api_key": "0" * 40, "quiet": True, "finish_timeout": 10}
 
     def stop(self) -> None:
         self.shutdown()

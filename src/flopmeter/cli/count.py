@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["module", "op", "dtype"]
 ConventionName = Literal["exact", "full"]
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -42,6 +43,10 @@ def command(
     convention: Annotated[
         str, typer.Option(help="exact: pairs that the mask lets through. full: all pairs.")
     ] = "exact",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the weights: fp32, bf16, fp16 or fp64. Default: as the config says, else bf16."),
+    ] = None,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Recompute the activations of every layer.")
     ] = False,
@@ -62,7 +67,8 @@ def command(
     kind: ConventionName = _choose("--convention", convention, get_args(ConventionName))
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter count", extra="torch")
-    answer = _count(_Question(model, batch, seq, train, kind, checkpointing, symbolic))
+    weights = dtype if dtype is None else _choose("--dtype", dtype, tuple(_DTYPES))
+    answer = _count(_Question(model, batch, seq, train, kind, weights, checkpointing, symbolic))
     if as_json:
         typer.echo(json.dumps(answer.as_dict()))
     else:
@@ -76,6 +82,7 @@ class _Question:
     seq: int
     train: bool
     convention: ConventionName
+    dtype: str | None
     checkpointing: bool
     symbolic: bool
 
@@ -117,24 +124,15 @@ def _count(question: _Question) -> _Answer:
     from rich.console import Console
 
     clock, found = _Clock(), None
-    with Console(stderr=True).status("Loading torch ...") as status:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        from flopmeter.flops.inputs import build_inputs
-        from flopmeter.flops.models import load_model
-        from flopmeter.flops.side_count import count_flops
-
-        status.update(f"Building {question.model} without weights ...")
-        model = load_model(question.model, checkpointing=question.checkpointing)
+    with Console(stderr=True).status(f"Building {question.model} without weights ...") as status:
+        model = _load(question)
         clock.lap("load")
         status.update("Counting ...")
-        inputs = build_inputs(model, question.batch, question.seq)
-        count = count_flops(model, inputs, training=question.train, convention=question.convention)
+        inputs, count = _run(model, question)
         clock.lap("count")
         if question.symbolic:
             status.update("Looking for a formula ...")
             found = _find_formula(model, question)
-            count = replace(count, formula=found.expression if found else None)
             clock.lap("formula")
     parameters = list(model.parameters())
     return _Answer(
@@ -143,10 +141,29 @@ def _count(question: _Question) -> _Answer:
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_tokens=next((value.numel() for value in inputs.values() if _is_text(value)), None),
-        count=count,
+        count=replace(count, formula=found.expression if found else None),
         formula_lengths=found.lengths if found else None,
         seconds=clock.laps,
     )
+
+
+def _load(question: _Question) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+
+    from flopmeter.flops.models import load_model
+
+    dtype = getattr(torch, _DTYPES[question.dtype]) if question.dtype else None
+    return load_model(question.model, dtype=dtype, checkpointing=question.checkpointing)
+
+
+def _run(model: Any, question: _Question) -> tuple[dict[str, Any], FlopCount]:
+    from flopmeter.flops.inputs import build_inputs
+    from flopmeter.flops.side_count import count_flops
+
+    inputs = build_inputs(model, question.batch, question.seq)
+    return inputs, count_flops(model, inputs, training=question.train, convention=question.convention)
 
 
 def _find_formula(model: Any, question: _Question) -> Formula | None:

@@ -39,12 +39,12 @@ from flopmeter.monitor.header import device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.schedule import Schedule
+from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.record import RunWriter, load_run, write_training_log
 from flopmeter.schema import PHASES, RUN_FILE
 from flopmeter.sinks import SinkContext, check_sinks
-from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
 from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
 
@@ -106,11 +106,10 @@ class TrainingMonitor:
         self.log_path = self.output_dir / log_file
         self._argument = flops_profile_freq
         self._schedule = self._make_schedule(phase=None)
-        self._clock = PhaseClock()
+        self._tracker = StepTracker(self.start_training, self._on_optimizer_step, self._note_failure, self._event)
+        self._clock = self._tracker.clock
         self._numbers = LateNumbers()
-        self._hooks = Hooks(self)
-        self._source: FlopSource | None = None
-        self._workloads: WorkloadReader | None = None
+        self._hooks = Hooks(self._tracker)
         self._worker: Worker | None = None
         self._digest = Digest(self.config)
         self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
@@ -119,12 +118,9 @@ class TrainingMonitor:
         self._values: dict[str, Any] = {}
         self._num_steps = 0
         self._num_failures = 0
-        self._device_time: DeviceTime | None = None
         self._own_ns = 0
         self._overhead = 0.0
         self._started_s = 0.0
-        self._has_forward = False
-        self._evaluating_since_ns: int | None = None
         self._state = "new"
         self._has_optimizer = optimizer is not None
         self._model: nn.Module | None = None
@@ -140,9 +136,9 @@ class TrainingMonitor:
         if model is self._model:
             return
         self._model = model
-        self._source = FlopSource(model, self.config, self._event)
-        self._workloads = WorkloadReader(self._source.needs)
-        self._digest.source = self._source
+        source = FlopSource(model, self.config, self._event)
+        self._tracker.source = self._digest.source = source
+        self._tracker.workloads = WorkloadReader(source.needs)
         self._hooks.attach_model(model)
 
     def set_training_phase(self, phase: str) -> None:
@@ -172,7 +168,7 @@ class TrainingMonitor:
         )
         timeline = timeline_of(device_of(self._model))
         if timeline is not None:
-            self._device_time = DeviceTime(timeline, self._event, self.config.details_every)
+            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
         self._worker.drain(1.0)  # a run that dies at once has left its header
         _finish_at_exit(self)
         self._clock.start()
@@ -182,13 +178,13 @@ class TrainingMonitor:
         self.start_training()
         iterator = iter(loader)
         while True:
-            self.on_wait()
+            self._tracker.on_wait()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             finally:
-                self.on_batch()
+                self._tracker.on_batch()
             yield batch
 
     @contextmanager
@@ -230,8 +226,8 @@ class TrainingMonitor:
         """
         start_ns = perf_counter_ns()
         self.start_training()
-        if attention_mask is not None and self._workloads is not None:
-            self._workloads.see_mask(attention_mask)
+        if attention_mask is not None and self._tracker.workloads is not None:
+            self._tracker.workloads.see_mask(attention_mask)
         if not self._has_optimizer:
             self._end_step()
         values: dict[str, Any] = {
@@ -319,89 +315,26 @@ class TrainingMonitor:
     def __exit__(self, *_: object) -> None:
         self.finish_training()
 
-    # What the hooks tell. These run on every step: they only move the clock.
-
-    def on_wait(self) -> None:
-        self._end_evaluation()
-        self._clock.switch(DATA_WAIT)
-        if self._device_time is not None:
-            self._device_time.mark("data_wait")
-
-    def on_batch(self) -> None:
-        self._clock.switch(HOST_TO_DEVICE)
-        if self._device_time is not None:
-            self._device_time.mark("host_to_device")
-
-    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._state == "new":
-            self.start_training()
-        self._end_evaluation()
-        self._clock.switch(FORWARD)
-        if self._device_time is not None:
-            self._device_time.mark("forward")
-        self._has_forward = True
-        if self._workloads is not None and self._num_failures < MAX_FAILURES:
-            try:
-                if self._num_steps == 0 and self._source is not None:
-                    self._source.note_autocast()
-                self._workloads.see(args, kwargs)
-            except Exception as error:  # noqa: BLE001 - an odd batch must not stop the forward pass
-                self._note_failure("reading the batch", error)
-
-    def on_forward_end(self) -> None:
-        self._clock.switch(OTHER)
-
-    def on_evaluation(self) -> None:
-        if self._state == "running" and self._evaluating_since_ns is None:
-            self._evaluating_since_ns = perf_counter_ns()
-            self._clock.switch(PAUSE)
-            if self._device_time is not None:
-                self._device_time.mark("pause")
-
-    def on_backward(self) -> None:
-        self._clock.switch(BACKWARD)
-        if self._device_time is not None:
-            self._device_time.mark("backward")
-
-    def on_backward_end(self) -> None:
-        self._clock.switch(OTHER)
-        if self._device_time is not None:
-            self._device_time.mark("other")
-
-    def on_optimizer(self) -> None:
-        self._clock.switch(OPTIMIZER)
-        if self._device_time is not None:
-            self._device_time.mark("optimizer")
-
-    def on_optimizer_end(self) -> None:
-        self._clock.switch(OTHER)
-        if self._has_forward:  # several optimizers in a row belong to one step
-            start_ns = perf_counter_ns()
-            self._end_step()
-            self._own_ns += perf_counter_ns() - start_ns
-
-    def _end_evaluation(self) -> None:
-        if self._evaluating_since_ns is not None:
-            duration_s = (perf_counter_ns() - self._evaluating_since_ns) / 1e9
-            self._evaluating_since_ns = None
-            self._clock.switch(OTHER)
-            self._event("pause", name="eval", duration_s=duration_s)
+    def _on_optimizer_step(self) -> None:
+        start_ns = perf_counter_ns()
+        self._end_step()
+        self._own_ns += perf_counter_ns() - start_ns
 
     @_harmless
     def _end_step(self) -> None:
         self.start_training()
-        self._end_evaluation()
+        tracker = self._tracker
+        tracker.end_step()
         if self._ended is not None:
             self._hand_over({})
         step_time = self._clock.end_step()
-        self._has_forward = False
         record = StepRecord(index=self._num_steps, time_s=time.time(), step_time=step_time)
-        record.seen = self._workloads.take() if self._workloads is not None else []
+        record.seen = tracker.workloads.take() if tracker.workloads is not None else []
         if self._schedule.is_warmup(self._num_steps):
             record.marks.append("warmup")
         self._num_steps += 1
-        if self._device_time is not None:
-            self._device_time.end_step(self._num_steps)
+        if tracker.device_time is not None:
+            tracker.device_time.end_step(self._num_steps)
         self._finish_measurement(record)
         if self._num_steps % self.config.details_every == 0:
             record.datasets = copied_to_host(self._datasets.take())
@@ -427,7 +360,7 @@ class TrainingMonitor:
 
     def _finish_measurement(self, record: StepRecord) -> None:
         """Close a measurement that ran through this step, and learn from it."""
-        source, step_s = self._source, record.step_time.step_ns / 1e9
+        source, step_s = self._tracker.source, record.step_time.step_ns / 1e9
         if source is None or not source.is_measuring:
             if not record.marks:
                 self._schedule.note_step(step_s)
@@ -438,7 +371,7 @@ class TrainingMonitor:
         self._schedule.note_measured(self._num_steps, step_s, (perf_counter_ns() - start_ns) / 1e9)
 
     def _maybe_measure(self) -> None:
-        source = self._source
+        source = self._tracker.source
         if source is None or self._num_steps < self._schedule.next_step or not source.measures or source.is_measuring:
             return
         own_s = self._own_ns / 1e9 + (self._worker.own_cpu_s if self._worker is not None else 0.0)
@@ -463,11 +396,11 @@ class TrainingMonitor:
     @_harmless
     def _close(self) -> None:
         self._hooks.remove()
-        self._end_evaluation()
-        if self._device_time is not None:
-            self._device_time.close()
-        if self._source is not None:
-            self._source.abandon()
+        self._tracker.end_evaluation()
+        if self._tracker.device_time is not None:
+            self._tracker.device_time.close()
+        if self._tracker.source is not None:
+            self._tracker.source.abandon()
         if self._ended is not None:
             self._hand_over(self._values)
         while self._pending:

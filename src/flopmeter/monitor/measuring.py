@@ -87,7 +87,8 @@ class FlopSource:
     def note_autocast(self) -> None:
         """Called inside a forward pass: autocast decides the dtype of what is only estimated so far."""
         device = device_of(self._model).type
-        if self._predictor is not None and torch.is_autocast_enabled(device):
+        is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if self._predictor is not None and is_on:
             self._predictor.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
             self._find_peak(normalise_dtype(self._predictor.dtype))
 

@@ -39,7 +39,7 @@ class Sink:
         self._sends_datasets = settings.log_dataset_metrics
         self._defined = {STEP_KEY}
         # A run in shared mode has many writers and no counter; in our own nobody else counts.
-        self._is_counted = not self._is_own
+        self._is_counted = not self._is_own and self._run.settings.mode != "shared"
         self._counter = self._run.starting_step
         self._step: int | None = None
         self._user_logs = False
