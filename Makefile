@@ -31,7 +31,7 @@ $(VENV)/.made:
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; \
 	  then $(PYTHON) -m venv --system-site-packages $(VENV); \
 	  else $(PYTHON) -m venv $(VENV); fi
-	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "Installing torch (once) ..."; $(PIP) torch; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "Installing torch (once) ..."; $(PIP) torch numpy; }
 	@touch $@
 
 $(VENV)/.ready-demo: $(VENV)/.made pyproject.toml

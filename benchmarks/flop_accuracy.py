@@ -205,6 +205,50 @@ def show(records: dict[str, dict[str, Record]], found: Found, summary: dict[str,
     console.print(summary_table(summary, len(found[OURS])))
 
 
+def seven_billion() -> list[Record]:
+    """A 7B Llama at three lengths: the rule of thumb, the closed form and the count, each against the hand formula."""
+    from types import SimpleNamespace
+
+    import truth
+    from flopmeter import count_flops
+    from flopmeter.flops.estimate import estimate_flops
+    from flopmeter.flops.models import load_model
+
+    sizes = SimpleNamespace(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        intermediate_size=11008,
+        vocab_size=32000,
+    )
+    model = load_model("llama:" + ",".join(f"{name}={value}" for name, value in vars(sizes).items()))
+    num_parameters = sum(p.numel() for p in model.parameters())
+    table = []
+    for length in (512, 1024, 2048):
+        true = truth.llama(truth.causal([length], length), sizes).exact.model_flop
+        ways = {
+            "rule_of_thumb": 3 * 2 * num_parameters * length,
+            "estimate": estimate_flops(model, (1, length)).model_flop,
+            "counted": count_flops(model, (1, length)).model_flop,
+        }
+        table.append(
+            {"length": length, "true": true} | {f"{name}_error": flop / true - 1 for name, flop in ways.items()}
+        )
+    return table
+
+
+def seven_billion_table(rows: list[Record]) -> Table:
+    table = Table(title="A 7B model, training FLOPs of one sequence: error against the hand formula, exact convention")
+    for heading in ("length", "true TFLOP", "rule of thumb (6N)", "estimate", "counted"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        errors = [f"{row[f'{name}_error']:+.2%}" for name in ("rule_of_thumb", "estimate", "counted")]
+        table.add_row(str(row["length"]), f"{row['true'] / 1e12:.2f}", *errors)
+    return table
+
+
 def describe_row(row: Row, records: dict[str, Record]) -> Record:
     truth = {name: getattr(row.truth, name)._asdict() for name in ("exact", "full")}
     notes = {"hardware_flop": row.hardware_flop, "executed_note": row.executed_note}
@@ -240,6 +284,8 @@ def main() -> None:
     found = {counter: {name: ratios(ROWS[name], by_row[name]) for name in names} for counter, by_row in records.items()}
     summary = summarise(found)
     show(records, found, summary)
+    seven = seven_billion()
+    Console(width=160).print(seven_billion_table(seven))
     rows = {name: describe_row(ROWS[name], {counter: records[counter][name] for counter in records}) for name in names}
     result = {
         "benchmark": "flop_accuracy",
@@ -247,6 +293,7 @@ def main() -> None:
         "machine": {"cpu": platform.machine(), "cpus": os.cpu_count(), "system": platform.system()},
         "installed": installed_versions(),
         "summary": summary,
+        "seven_billion": seven,
         "rows": rows,
     }
     print(json.dumps(result))
