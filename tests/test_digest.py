@@ -1,0 +1,100 @@
+"""What reaches the sinks, and how often; what every line of the record holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flopmeter.config import MonitorConfig
+from flopmeter.monitor.digest import Delivery, Digest, StepRecord
+from flopmeter.schema import METRICS_BY_KEY
+from flopmeter.timing import StepTime
+
+PHASE_NS = (10_000_000, 0, 40_000_000, 40_000_000, 10_000_000, 0)
+
+
+def deliveries(num_steps: int, config: dict[str, Any] | None = None, **values: Any) -> list[Delivery]:
+    digest = Digest(MonitorConfig.load(config))
+    records = [
+        StepRecord(
+            index=index,
+            time_s=1000.0 + index * 0.1,
+            step_time=StepTime(100_000_000, PHASE_NS, 0),
+            values={"step": index + 1, "loss": 2.0, "lr": 0.1, "epoch": 0, "grad_norm": 1.5, **values},
+            marks=["warmup"] if index < 3 else [],
+            overhead_share=0.001,
+        )
+        for index in range(num_steps)
+    ]
+    return [digest(record) for record in records]
+
+
+def logged(found: list[Delivery]) -> list[dict[str, float]]:
+    return [dict(delivery.metrics) for delivery in found if delivery.metrics is not None]
+
+
+def test_basics_are_logged_every_step_and_details_every_fifty() -> None:
+    logs = logged(deliveries(100))
+    assert len(logs) == 100
+    basic = {"global_step", "training/loss", "training/lr", "training/epoch"}
+    assert set(logs[0]) == basic
+    assert [index + 1 for index, log in enumerate(logs) if "perf/step_time" in log] == [50, 100]
+    assert {"training/grad_norm", "perf/overhead_share", "perf/data_wait_share"} <= set(logs[49])
+
+
+def test_logging_steps_thins_the_basics() -> None:
+    logs = logged(deliveries(100, {"training": {"logging_steps": 10}}))
+    assert [log["global_step"] for log in logs] == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
+
+
+def test_reduced_logging_halves_the_basics_and_the_details() -> None:
+    normal = logged(deliveries(400))
+    reduced = logged(deliveries(400, {"wandb": {"reduced_logging": True}}))
+    assert (len(normal), len(reduced)) == (400, 200)
+    details = [sum("perf/step_time" in log for log in logs) for logs in (normal, reduced)]
+    assert details == [8, 4]
+
+
+def test_the_record_has_every_step_in_full_whatever_the_sinks_get() -> None:
+    found = deliveries(20, {"training": {"logging_steps": 10}})
+    assert [delivery.line["step"] for delivery in found] == list(range(1, 21))
+    assert all(delivery.line["metrics"]["perf/step_time"] == pytest.approx(0.1) for delivery in found)
+    assert all(delivery.line["metrics"]["perf/forward_share"] == pytest.approx(0.4) for delivery in found)
+
+
+def test_a_logged_value_is_the_aggregate_since_the_last_one_without_marked_steps() -> None:
+    digest = Digest(MonitorConfig.load({"monitoring": {"detail_every": 4}}))
+    logs = []
+    for index, step_ms in enumerate((1000, 10, 20, 30)):
+        record = StepRecord(
+            index=index,
+            time_s=float(index),
+            step_time=StepTime(step_ms * 10**6, (0, 0, 0, 0, 0, step_ms * 10**6), 0),
+            marks=["warmup"] if index == 0 else [],
+        )
+        logs.append(digest(record).metrics)
+    assert logs[-1] is not None
+    assert logs[-1]["perf/step_time"] == pytest.approx(0.020)  # (10 + 20 + 30) / 3: the warm-up step is left out
+
+
+def test_every_key_is_one_of_the_schema() -> None:
+    for delivery in deliveries(60):
+        assert set(delivery.line["metrics"]) <= set(METRICS_BY_KEY)
+        assert set(delivery.metrics or ()) <= set(METRICS_BY_KEY)
+
+
+def test_a_step_can_be_kept_out_of_wandb() -> None:
+    assert all(delivery.skipped_sinks == ("wandb",) for delivery in deliveries(3, skip_wandb=True))
+    assert all(delivery.skipped_sinks == () for delivery in deliveries(3))
+
+
+def test_goodput_is_the_share_of_wall_time_in_steps() -> None:
+    # Steps of 0.1 s that end 0.1 s apart: all of the time.
+    assert deliveries(10)[-1].line["metrics"]["perf/goodput"] == pytest.approx(1.0)
+
+
+def test_steps_without_numbers_of_the_loop_count_on_by_themselves() -> None:
+    digest = Digest(MonitorConfig.load(None))
+    steps = [digest(StepRecord(index=i, time_s=0.0, step_time=StepTime(1, (0,) * 6, 0))).line["step"] for i in range(3)]
+    assert steps == [1, 2, 3]
