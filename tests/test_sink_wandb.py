@@ -84,7 +84,7 @@ def column(rows: list[dict[str, float]], key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
 
 
-def test_every_key_of_the_schema_comes_back_with_its_value_and_nothing_else_does(wandb: Any, tmp_path: Path) -> None:
+def test_every_key_of_the_schema_and_no_other_comes_back_charted_over_the_step(wandb: Any, tmp_path: Path) -> None:
     sink = sink_of(mode="offline")
     first = {key: index + 0.25 for index, key in enumerate(KEYS)} | {"global_step": 7}
     sink.log(7, first)
@@ -92,15 +92,8 @@ def test_every_key_of_the_schema_comes_back_with_its_value_and_nothing_else_does
     sink.close()
     assert wandb.run is None
     assert history(tmp_path) == [first, {"training/loss": 1.5, "global_step": 8}]
-
-
-def test_every_metric_is_charted_over_the_training_step(wandb: Any, tmp_path: Path) -> None:
-    sink = sink_of(mode="offline")
-    for step in range(3):
-        sink.log(step, dict.fromkeys(KEYS, 1.0))
-    sink.close()
-    defined = [(metric.name, metric.step_metric) for metric in records(tmp_path, "metric")]
-    assert sorted(defined) == sorted((key, "global_step") for key in KEYS if key != "global_step")
+    charts = [(metric.name, metric.step_metric) for metric in records(tmp_path, "metric")]
+    assert sorted(charts) == sorted((key, "global_step") for key in KEYS if key != "global_step")
 
 
 def test_a_key_that_looks_like_a_pattern_is_logged_all_the_same(wandb: Any, tmp_path: Path) -> None:
@@ -144,20 +137,13 @@ def test_every_setting_that_is_passed_on_is_one_that_wandb_knows(wandb: Any) -> 
     assert set(Wandb.model_fields) - own <= set(inspect.signature(wandb.init).parameters)
 
 
-def test_the_mode_in_the_environment_is_enough(wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_the_mode_and_the_time_limits(wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = sink_of()
-    sink.log(1, {"training/loss": 2.0})
-    sink.close()
-    assert history(tmp_path) == [{"training/loss": 2.0, "global_step": 1}]
-
-
-def test_the_time_limits_are_ours_unless_the_user_has_set_them(wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "77")
-    sink = sink_of(mode="offline")
-    limits_s = (wandb.run.settings.init_timeout, wandb.run.settings.finish_timeout)
+    sink = sink_of()
+    settings = wandb.run.settings
     sink.close()
-    assert limits_s == (77, 60)
+    assert (settings.mode, settings.init_timeout, settings.finish_timeout) == ("offline", 77, 60)
 
 
 def test_a_disabled_run_takes_everything_and_keeps_nothing(wandb: Any, tmp_path: Path) -> None:
@@ -193,15 +179,9 @@ class TestARunThatIsAlreadyOpen:
         run.log({"mine": 1.0})
         run.finish()
         assert history(tmp_path) == [{"training/loss": 2.0, "global_step": 1, "mine": 1.0}]
+        assert [metric.name for metric in records(tmp_path, "metric")] == ["training/loss"]  # its own charts stay
         assert run.config["lr"] == 0.1
         assert run.config["flopmeter"]["model"] == "GPT"
-
-    def test_keeps_its_own_charts(self, run: Any, tmp_path: Path) -> None:
-        sink = sink_of()
-        sink.log(1, {"training/loss": 2.0})
-        sink.close()
-        run.finish()
-        assert [metric.name for metric in records(tmp_path, "metric")] == ["training/loss"]
 
     @pytest.mark.parametrize("lag", [0, 1, 25])
     def test_keeps_every_row_that_its_owner_logs_by_step(self, run: Any, tmp_path: Path, lag: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flopmeter.schema import PHASES
@@ -49,73 +49,70 @@ def utilisation(flop: Mapping[str, float], peak_flop_per_s: Mapping[str, float],
 
 
 class Window:
-    """Aggregates the steps between two log lines, so that a logged value is no single lucky step."""
+    """Aggregates the steps between two log lines, so that a logged value is no single lucky step.
+
+    A number that one step does not know is unknown for the window: its total is None from there on.
+    """
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
+        self._num_steps = 0
+        self._wall_s = 0.0
+        self._counts: dict[str, int | None] = dict.fromkeys(_COUNTS, 0)
+        self._flop: dict[str, dict[str, float] | None] = {name: {} for name in _FLOP}
+        self._phase_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self._num_steps
 
     def add(self, step: Step) -> None:
         """Take one more step into the aggregate."""
-        self._steps.append(step)
+        self._num_steps += 1
+        self._wall_s += step.step_s
+        for phase, seconds in step.phase_s.items():
+            self._phase_s[phase] += seconds
+        for name, count in zip(_COUNTS, (step.tokens, step.tokens_processed, step.samples), strict=True):
+            total = self._counts[name]
+            self._counts[name] = None if count is None or total is None else total + count
+        for name, flop in zip(_FLOP, (step.model_flop, step.hardware_flop, step.processed_flop), strict=True):
+            self._flop[name] = _plus(self._flop[name], flop)
 
     def compute(self, peak_flop_per_s: Mapping[str, float], num_devices: int = 1) -> dict[str, float]:
-        """The window's metrics; a number that is not known for every step of it is left out."""
-        wall_s = sum(step.step_s for step in self._steps)
-        if not self._steps or wall_s <= 0:
+        """The window's metrics; what is not known for every step of it is left out."""
+        wall_s = self._wall_s
+        if not self._num_steps or wall_s <= 0:
             return {}
-        result = {"perf/step_time": wall_s / len(self._steps), "perf/steps_per_second": len(self._steps) / wall_s}
-        for name in ("tokens", "tokens_processed", "samples"):
-            total = _total(getattr(step, name) for step in self._steps)
+        result = {"perf/step_time": wall_s / self._num_steps, "perf/steps_per_second": self._num_steps / wall_s}
+        for name, total in self._counts.items():
             if total is not None:
                 result[f"perf/{name}_per_second"] = total / wall_s
-        result |= self._phase_shares(wall_s)
-        peak = {dtype: rate * num_devices for dtype, rate in peak_flop_per_s.items()}
-        return result | self._flop_metrics(peak, wall_s)
-
-    def _phase_shares(self, wall_s: float) -> dict[str, float]:
-        seconds = {phase: sum(step.phase_s.get(phase, 0.0) for step in self._steps) for phase in PHASES}
-        seconds["other"] += wall_s - sum(seconds.values())
-        return {f"perf/{phase}_share": value / wall_s for phase, value in seconds.items()}
-
-    def _flop_metrics(self, peak_flop_per_s: Mapping[str, float], wall_s: float) -> dict[str, float]:
-        result = {}
-        model = _sum_by_dtype(step.model_flop for step in self._steps)
-        if model is not None:
-            result["perf/model_flop"] = sum(model.values()) / len(self._steps)
-            mfu = utilisation(model, peak_flop_per_s, wall_s)
-            if mfu is not None:
-                result["perf/mfu"] = mfu
-                result["perf/mfu_percent"] = 100 * mfu
-        others = {
-            "perf/hfu": _sum_by_dtype(step.hardware_flop for step in self._steps),
-            "perf/mfu_processed": _sum_by_dtype(step.processed_flop for step in self._steps),
-        }
-        for key, flop in others.items():
-            share = utilisation(flop, peak_flop_per_s, wall_s) if flop is not None else None
+        self._add_shares(result)
+        model_flop = self._flop["mfu"]
+        if model_flop is not None:
+            result["perf/model_flop"] = sum(model_flop.values()) / self._num_steps
+        for name, flop in self._flop.items():
+            share = utilisation(flop, peak_flop_per_s, wall_s * num_devices) if flop is not None else None
             if share is not None:
-                result[key] = share
+                result[f"perf/{name}"] = share
+        if "perf/mfu" in result:
+            result["perf/mfu_percent"] = 100 * result["perf/mfu"]
         return result
 
-
-def _total(values: Iterable[int | None]) -> int | None:
-    total = 0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total
+    def _add_shares(self, result: dict[str, float]) -> None:
+        rest_s = self._wall_s - sum(self._phase_s.values())
+        for phase, seconds in self._phase_s.items():
+            result[f"perf/{phase}_share"] = (seconds + rest_s if phase == "other" else seconds) / self._wall_s
 
 
-def _sum_by_dtype(parts: Iterable[Mapping[str, float] | None]) -> dict[str, float] | None:
-    total: dict[str, float] = {}
-    for part in parts:
-        if part is None:
-            return None
-        for dtype, flop in part.items():
-            total[dtype] = total.get(dtype, 0.0) + flop
+_COUNTS = ("tokens", "tokens_processed", "samples")
+_FLOP = ("mfu", "hfu", "mfu_processed")
+"""Metrics that are FLOPs over peak and time, in the order of the step's fields."""
+
+
+def _plus(total: dict[str, float] | None, flop: Mapping[str, float] | None) -> dict[str, float] | None:
+    if total is None or flop is None:
+        return None
+    for dtype, amount in flop.items():
+        total[dtype] = total.get(dtype, 0.0) + amount
     return total
 
 

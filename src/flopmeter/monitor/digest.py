@@ -133,9 +133,9 @@ class Digest:
             samples=workload.samples or None,
             tokens=workload.tokens or None,
             tokens_processed=workload.tokens_processed or None,
-            model_flop=predicted.model_flop if predicted else None,
-            hardware_flop=predicted.hardware_flop if predicted else None,
-            processed_flop=self.source.predict_processed(workload) if predicted and self.source else None,
+            model_flop=predicted.model if predicted else None,
+            hardware_flop=predicted.hardware if predicted else None,
+            processed_flop=predicted.processed if predicted else None,
         )
 
     def _own_metrics(self, item: StepRecord) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from flopmeter.flops.counters import CounterReader, Unavailable, open_counters
 from flopmeter.flops.estimate import plan_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
-from flopmeter.flops.prediction import Prediction, Predictor, as_if_unpadded
+from flopmeter.flops.prediction import MAX_KNOWN, Predictor, as_if_unpadded
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.workload import Needs, Workload
 from flopmeter.monitor.header import device_of
@@ -31,6 +31,15 @@ _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
     "by_op", "by_module", "growth", "coverage", "uncounted", "method", "convention", "left_out",
 )  # fmt: skip
+
+
+class StepFlop(NamedTuple):
+    """FLOPs of one step by dtype, under the names of the peak table."""
+
+    model: Mapping[str, float]
+    hardware: Mapping[str, float]
+    processed: Mapping[str, float]
+    """Model FLOPs if padding counted as work."""
 
 
 class FlopSource:
@@ -49,6 +58,7 @@ class FlopSource:
         self._measurement: ObservedStep | ProfiledStep | None = None
         self._counters = self._open_counters()
         self._peaks: dict[str, float | None] = {}
+        self._known: dict[Workload, StepFlop] = {}
         self._predictor = self._make_predictor()
         self.mode = self._effective_mode()
         if self.mode == "profiler":
@@ -107,6 +117,7 @@ class FlopSource:
         assert measurement is not None
         measurement.stop()
         count = measurement.result(self._settings.convention)
+        self._known = {}  # replaced, not cleared: the background thread may be reading
         error = self._predictor.learn(count, resolve(seen)) if self._predictor is not None else None
         self._find_peaks(count)
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
@@ -121,17 +132,16 @@ class FlopSource:
         if self._counters is not None:
             self._counters.close()
 
-    def predict(self, workload: Workload) -> Prediction | None:
+    def predict(self, workload: Workload) -> StepFlop | None:
         """FLOPs of a step with this workload, by the dtype names of the peak table."""
-        if self._predictor is None:
-            return None
-        found = self._predictor.predict(workload)
-        return Prediction(_short(found.model_flop), _short(found.hardware_flop), found.method)
-
-    def predict_processed(self, workload: Workload) -> Mapping[str, float] | None:
-        """Model FLOPs by dtype if padding counted as work."""
-        found = self.predict(as_if_unpadded(workload))
-        return found.model_flop if found is not None else None
+        known = self._known.get(workload)
+        if known is None and self._predictor is not None:
+            found, processed = self._predictor.predict(workload), self._predictor.predict(as_if_unpadded(workload))
+            known = StepFlop(_short(found.model_flop), _short(found.hardware_flop), _short(processed.model_flop))
+            if len(self._known) >= MAX_KNOWN:
+                self._known = {}
+            self._known[workload] = known
+        return known
 
     def _effective_mode(self) -> str:
         mode = self._settings.mfu_calculation_mode
