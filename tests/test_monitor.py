@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from flopmeter.devices import peak_flops
 from flopmeter.errors import ConfigError
-from flopmeter.monitor import TrainingMonitor, watch
+from flopmeter.monitor import TrainingMonitor
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.record import load_run
 

@@ -42,7 +42,7 @@ def test_every_sink_has_what_the_contract_says() -> None:
     assert "console" in available_sinks()
     for name in available_sinks():
         sink = import_module(f"flopmeter.sinks.{name}").Sink
-        assert list(inspect.signature(sink).parameters)[0] == "context"
+        assert next(iter(inspect.signature(sink).parameters)) == "context"
         assert callable(sink.log)
         assert callable(sink.close)
 
