@@ -1,6 +1,6 @@
 """A plain PyTorch loop with three lines of flopmeter: MFU, phases and the wait for data, in a run file.
 
-    python examples/plain_loop.py
+python examples/plain_loop.py
 """
 
 from __future__ import annotations
