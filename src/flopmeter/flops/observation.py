@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,13 +12,15 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask
+
+logger = logging.getLogger("flopmeter")
 
 WorkPhase = Literal["forward", "backward", "recompute", "optimizer", "evaluation"]
 
@@ -83,8 +87,15 @@ class Observation:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Stop watching and take everything away again."""
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """Stop watching and take everything away again.
+
+        A mode of the user's that was entered meanwhile and is still open stays where it is: ours goes quiet beneath it.
+        """
+        self._mode.is_quiet = True
+        if _get_current_dispatch_mode() is self._mode:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        else:
+            logger.warning("the observed step ended inside another dispatch mode; it is counted as far as it was seen")
         for undo in self._undo:
             undo()
         self._undo = []
@@ -208,8 +219,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, take: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None], count_fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_quiet = False
         self._take = take
         self._count_fake = count_fake
+        self._pid = os.getpid()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -223,6 +236,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(t.__name__ == "DTensor" for t in types):
             return NotImplemented  # the local operators arrive next, with the shapes this rank computes
         out = func(*args, **kwargs)
+        if self.is_quiet or os.getpid() != self._pid:
+            return out  # in a data loader's worker, forked during the step
         # DTensor's sharding propagation tries operators on fake tensors: no work is done there.
         if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
             self._take(func, args, kwargs, out)

@@ -30,6 +30,7 @@ class Listener(Protocol):
     def on_backward_end(self) -> None: ...
     def on_optimizer(self) -> None: ...
     def on_optimizer_end(self) -> None: ...
+    def on_optimizer_in_backward(self) -> None: ...
 
 
 class Hooks:
@@ -47,8 +48,10 @@ class Hooks:
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Mark the optimizer's steps."""
-        before = optimizer.register_step_pre_hook(_OptimizerHook(self._listener.on_optimizer))
-        after = optimizer.register_step_post_hook(_OptimizerHook(self._listener.on_optimizer_end))
+        listener = self._listener
+        before = optimizer.register_step_pre_hook(_OptimizerHook(listener.on_optimizer, lambda: None))
+        in_backward = listener.on_optimizer_in_backward
+        after = optimizer.register_step_post_hook(_OptimizerHook(listener.on_optimizer_end, in_backward))
         self._undo += [before.remove, after.remove]
 
     def attach_loader(self, loader: Any) -> None:
@@ -101,14 +104,17 @@ class _ForwardEndHook(_Hook):
 
 
 class _OptimizerHook:
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_call_in_backward")
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[[], None], call_in_backward: Callable[[], None]) -> None:
         self._call = call
+        self._call_in_backward = call_in_backward
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # an optimizer that runs inside backward ends no step
+        if torch._C._current_graph_task_id() == -1:
             self._call()
+        else:  # stepped parameter by parameter: the step ends when the backward pass returns
+            self._call_in_backward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
         return _Inert()

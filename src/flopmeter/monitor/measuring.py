@@ -59,6 +59,7 @@ class FlopSource:
         self._counters = self._open_counters()
         self._peaks: dict[str, float | None] = {}
         self._known: dict[Workload, StepFlop] = {}
+        self._last_blocker: str | None = None
         self._predictor = self._make_predictor()
         self.mode = self._effective_mode()
         if self.mode == "profiler":
@@ -103,13 +104,23 @@ class FlopSource:
             self._find_peak(normalise_dtype(self._predictor.dtype))
 
     def start(self) -> None:
-        """Measure the step that begins now, unless another profiler is at work."""
-        if self.mode == "profiler" and (reason := profiler_guard.blocker()) is not None:
-            self._event("warning", message=f"this step is not profiled: {reason}")
+        """Measure the step that begins now, unless somebody else's tool is at work."""
+        if (reason := self._blocker()) is not None:
+            if reason != self._last_blocker:
+                self._event("warning", message=f"steps are not measured now: {reason}")
+            self._last_blocker = reason
             return
         measurement = ProfiledStep() if self.mode == "profiler" else ObservedStep([self._model])
         measurement.start()
         self._measurement = measurement
+
+    def _blocker(self) -> str | None:
+        """Why this step must not be measured, or None."""
+        if self.mode == "profiler":
+            return profiler_guard.blocker()
+        if torch._C._len_torch_dispatch_stack():
+            return "a dispatch mode of the training code is active, whose exit would take ours for its own"
+        return None
 
     def finish(self, seen: list[Seen]) -> None:
         """The measured step is over: learn from it."""

@@ -38,6 +38,7 @@ class StepTracker:
         self._on_failure = on_failure
         self._event = event
         self._has_forward = False
+        self._has_stepped_in_backward = False
         self._is_first = True
         self._evaluating_since_ns: int | None = None
 
@@ -77,6 +78,12 @@ class StepTracker:
 
     def on_backward_end(self) -> None:
         self._enter(OTHER, "other")
+        if self._has_stepped_in_backward:
+            self._has_stepped_in_backward = False
+            self._on_step()
+
+    def on_optimizer_in_backward(self) -> None:
+        self._has_stepped_in_backward = True
 
     def on_optimizer(self) -> None:
         self._enter(OPTIMIZER, "optimizer")
