@@ -371,3 +371,32 @@ def test_a_run_is_readable_while_it_grows(tmp_path: Path) -> None:
         writer.flush()
         assert len(load_run(tmp_path)) == step + 1
     writer.close()
+
+
+def test_a_disk_that_is_really_full_lets_the_record_resume_when_there_is_space(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False, stderr=subprocess.DEVNULL
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        (disk / "ballast").write_bytes(b"x" * 60_000)
+        writer = RunWriter(disk / "run.jsonl")
+        writer.write(HEADER)
+        with caplog.at_level(logging.WARNING):
+            for step in range(500):
+                writer.write(step_line(step, x=float(step)))
+                writer.flush()
+        assert len(caplog.records) == 1
+        assert "No space left" in caplog.text
+        (disk / "ballast").unlink()
+        writer.close()
+        run = load_run(disk)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert list(run.step) == list(range(500))
+    assert run.skipped == []
