@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.flop_counter import FlopCounterMode
 
-from flopmeter import TrainingMonitor, load_run, watch
+from flopmeter import ConfigError, TrainingMonitor, load_run, watch
 from flopmeter.flops.observe import observe
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}
@@ -412,3 +412,55 @@ def test_a_mode_of_the_users_that_outlives_the_step_is_left_alone(tmp_path: Path
     assert "another dispatch mode" in caplog.text
     while torch._C._len_torch_dispatch_stack():  # ours lies beneath, quiet; the test takes it away
         torch.utils._python_dispatch._pop_mode()
+
+
+def test_workers_that_are_born_in_an_observed_step_hold_no_mode(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+    for _ in range(6):  # every step forks its own workers, the observed one too
+        batches = list(make_loader(2, num_workers=1))
+        model(batches[0]).sum().backward()
+        optimizer.step()
+    monitor.finish_training()
+    run = load_run(tmp_path)
+    assert any("observed" in marks for marks in run.marks.values())
+    assert run.column("perf/model_flop")[-1] == 5 * LAYER
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_training_phase_has_its_own_frequency(tmp_path: Path) -> None:
+    frequencies = {"warmup": 2, "main": 0, "finetune": 3}
+    settings = {"overhead_budget": 0.5, "performance_monitoring": {"phase_frequency": frequencies}}
+    config = {"monitoring": {**CONFIG["monitoring"], **settings}}
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=config)
+    for phase in ("warmup", "main", "finetune"):
+        monitor.set_training_phase(phase)
+        train(model, optimizer, make_loader(10))
+    with pytest.raises(ConfigError, match="'later' is not allowed"):
+        monitor.set_training_phase("later")
+    monitor.finish_training()
+    phases = [event for event in load_run(tmp_path).events if event["event"] == "training_phase"]
+    assert [event["interval_steps"] for event in phases] == [2, 0, 3]
+
+
+def test_reduced_logging_halves_the_calls_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="counts the calls of the real library, offline")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    calls: list[int] = []
+    real_log = wandb.sdk.wandb_run.Run.log
+    monkeypatch.setattr(
+        wandb.sdk.wandb_run.Run, "log", lambda run, *a, **k: (calls.append(1), real_log(run, *a, **k))[1]
+    )
+    counted = []
+    for is_reduced in (False, True):
+        calls.clear()
+        folder = tmp_path / str(is_reduced)
+        section = {"enabled": True, "project": "test", "reduced_logging": is_reduced, "dir": str(folder)}
+        folder.mkdir()
+        watched(folder, {**CONFIG, "wandb": section}, num_batches=40)
+        counted.append(len(calls))
+    assert counted == [40, 20]
