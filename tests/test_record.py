@@ -204,7 +204,7 @@ def test_every_metric_survives_the_round_trip(
     metrics: dict[str, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
-    run = load_run(write_lines(path, HEADER, step_line(7, **metrics)))
+    run = load_run(write_lines(path, HEADER, step_line(7) | {"metrics": metrics}))
     assert {key: column[0] for key, column in run.columns.items()} == metrics
 
 

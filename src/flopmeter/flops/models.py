@@ -222,8 +222,7 @@ def _build(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Modu
             model = model_class._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
     except Exception as error:  # noqa: BLE001 - sizes that do not fit fail anywhere in a model's own code
         raise CountError(f"{model_class.__name__} cannot be built from its config: {_one_line(error)}") from None
-    built: nn.Module = _without_values(model)
-    return built
+    return _without_values(model)
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
@@ -244,12 +243,12 @@ def _call_factory(spec: str) -> nn.Module:
     try:
         with _current_directory_importable(), _without_weights():
             found = getattr(import_module(module_name), name)
-            model = found if isinstance(found, nn.Module) else _without_values(found())
+            model = found if isinstance(found, nn.Module) else found()
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         raise CountError(f"{spec!r} gives no model: {_one_line(error)}") from None
     if not isinstance(model, nn.Module):
         raise CountError(f"{spec!r} gives a {type(model).__name__}, not a torch.nn.Module")
-    return model
+    return model if found is model else _without_values(model)
 
 
 @contextmanager
@@ -259,10 +258,10 @@ def _without_weights() -> Iterator[None]:
         yield
 
 
-def _without_values(model: Any) -> Any:
+def _without_values(model: nn.Module) -> nn.Module:
     """Weights that begin as ones or constants were made with their values; tied ones stay tied."""
     emptied: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules() if isinstance(model, nn.Module) else ():
+    for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if not p.is_meta:
                 setattr(module, name, emptied.setdefault(p, nn.Parameter(p.to("meta"), p.requires_grad)))
