@@ -234,6 +234,8 @@ def main() -> int:
     counters = (OURS, *chosen(arguments.peers or (PEERS[0] if arguments.quick else None), PEERS))
     results = run_all(counters, names, 1 if arguments.quick else arguments.repeats)
     show(results)
+    from peers import installed_versions  # brings torch, which the processes above must not pay for
+
     missed = missed_goals(results)
     for goal in missed:
         print(f"goal missed, {goal}")
@@ -241,6 +243,7 @@ def main() -> int:
         "benchmark": "count_speed",
         "version": BENCHMARK_VERSION,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, shared, no GPU",
+        "installed": installed_versions(),
         "length": LENGTH,
         "missed": missed,
         "results": results,

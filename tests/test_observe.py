@@ -215,10 +215,13 @@ class Attention(nn.Module):
             scores = torch.where(blocked, torch.finfo(scores.dtype).min, scores)
         else:
             scores = scores + torch.zeros(LENGTH, LENGTH).masked_fill(blocked, -1e4)
+        if self.kind == "sink":  # a learned column takes part in the softmax and is then dropped
+            sink = torch.zeros(*scores.shape[:-1], 1)
+            return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
         return scores.softmax(-1) @ v
 
 
-@pytest.mark.parametrize("kind", ["fused", "math", "mask", "masked_fill", "where", "additive"])
+@pytest.mark.parametrize("kind", ["fused", "math", "mask", "masked_fill", "where", "additive", "sink"])
 def test_causal_attention_counts_the_same_whatever_the_kernel(kind: str) -> None:
     model = Attention(kind)
     q, k, v = (torch.randn(SAMPLES, HEADS, LENGTH, HEAD_DIM, requires_grad=True) for _ in range(3))

@@ -207,7 +207,7 @@ class Observation:
 
     def _note_uncounted(self, op: str) -> None:
         namespace, _, name = op.partition("::")
-        is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS)
+        is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS) and "upsample" not in name
         if is_matrix_like or namespace not in _KNOWN_NAMESPACES:
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 

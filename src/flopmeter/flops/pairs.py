@@ -25,7 +25,7 @@ _KEEPS_SCORES = frozenset({
     "aten::permute", "aten::squeeze", "aten::unsqueeze", "aten::slice", "aten::select", "aten::alias", "aten::detach",
     "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::mul", "aten::mul_", "aten::div",
     "aten::div_", "aten::sub", "aten::sub_", "aten::tanh", "aten::clamp", "aten::nan_to_num", "aten::native_dropout",
-    "aten::dropout",
+    "aten::dropout", "aten::cat",
 })  # fmt: skip
 TRACKED = SCORE_PRODUCTS | _SOFTMAX | _MASKED_FILL | _ADD | _KEEPS_SCORES | {"aten::where"}
 
@@ -113,7 +113,8 @@ def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.
         kept = kept.view(query_is_real.shape[0], -1, *kept.shape[1:])  # samples and heads in one dimension
     while kept.dim() < 4:
         kept = kept.unsqueeze(0)
-    num_queries, num_keys = shape[-2], shape[-1]
+    # Scores may have got more columns since they were masked (attention sinks): the mask's own are the keys.
+    num_queries, num_keys = (own if own != 1 else of for own, of in zip(kept.shape[-2:], shape[-2:], strict=True))
     if query_is_real is not None and query_is_real.shape[1] == num_queries:
         kept = kept & query_is_real.to(kept.device)[:, None, :, None]
     kept = kept.expand(*kept.shape[:-2], num_queries, num_keys)
@@ -148,7 +149,7 @@ def _tag_of(value: Any) -> Pairs | None:
 
 def _find_tag(args: tuple[Any, ...]) -> Pairs | None:
     for value in args:
-        pairs = _tag_of(value)
+        pairs = _find_tag(tuple(value)) if isinstance(value, list) else _tag_of(value)
         if pairs is not None:
             return pairs
     return None
