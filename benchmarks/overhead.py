@@ -37,7 +37,7 @@ from flopmeter.demo.text import SyntheticText
 BENCHMARK_VERSION = 1
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
 BATCH_SIZE = 8
-TINY_STEPS = 2000
+TINY_BLOCK = 250
 FREQUENCIES = (1, 10, 50, 100, 500)
 QUICK_VARIANTS = ("baseline", "flopmeter smart", "flopmeter profiler")
 
@@ -253,10 +253,10 @@ def _result(variant: Variant, baseline: Variant, block: int) -> dict[str, Any]:
     }
 
 
-def tiny_loop(is_watched: bool, num_steps: int, sinks: list[str]) -> dict[str, float]:
-    """CPU time of the training thread and of the process, and wall time, per step of a model that is all overhead."""
+class TinyLoop:
+    """A model that is all overhead: what a step costs here is what the step itself costs."""
 
-    class Tiny(torch.nn.Module):
+    class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embedding, self.layer = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8)
@@ -264,45 +264,56 @@ def tiny_loop(is_watched: bool, num_steps: int, sinks: list[str]) -> dict[str, f
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return self.layer(self.embedding(input_ids)).mean()
 
-    model = Tiny()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader([torch.zeros(4, dtype=torch.long)] * (2 * num_steps + 2), batch_size=2)
-    monitor = None
-    if is_watched:
-        config = {"monitoring": {"sinks": sinks, "peak_flop_per_s": 1e12}, "training": {"logging_steps": 1}}
-        monitor = watch(model, optimizer, loader, tempfile.mkdtemp(), config)
-    thread_s = process_s = wall_s = 0.0
-    for step, ids in enumerate(loader):
-        if step == num_steps // 4:  # the warm-up and the observed step are behind us
-            thread_s, process_s, wall_s = time.thread_time(), time.process_time(), time.perf_counter()
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids))
-        loss.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if monitor is not None:
-            monitor.log_step(step, 0, loss, grad_norm, 0.1)
-    steady = num_steps - num_steps // 4
-    thread_s, process_s = time.thread_time() - thread_s, time.process_time() - process_s
-    wall_s = time.perf_counter() - wall_s
-    if monitor is not None:
-        monitor.finish_training()
-    return {
-        "thread_us": thread_s / steady * 1e6,
-        "process_us": process_s / steady * 1e6,
-        "wall_us": wall_s / steady * 1e6,
-    }
+    def __init__(self, sinks: list[str] | None) -> None:
+        self.model = self.Model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loader = DataLoader([torch.zeros(4, dtype=torch.long)] * 2 * TINY_BLOCK, batch_size=2)
+        self.monitor = None
+        self.step = 0
+        if sinks is not None:
+            config = {"monitoring": {"sinks": sinks, "peak_flop_per_s": 1e12}}
+            self.monitor = watch(self.model, self.optimizer, self.loader, tempfile.mkdtemp(), config)
+
+    def block(self) -> dict[str, float]:
+        """A block of steps: CPU time of the training thread and wall time, microseconds per step."""
+        thread_s, wall_s = time.thread_time(), time.perf_counter()
+        for ids in self.loader:
+            loss = self.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            loss.backward()
+            grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            if self.monitor is not None:
+                self.monitor.log_step(self.step, 0, loss, grad_norm, 0.1)
+        thread_s, wall_s = time.thread_time() - thread_s, time.perf_counter() - wall_s
+        return {"thread_us": thread_s / TINY_BLOCK * 1e6, "wall_us": wall_s / TINY_BLOCK * 1e6}
 
 
-def steady_cost(num_steps: int, rounds: int, sinks: list[str]) -> dict[str, float]:
-    """Difference between watched and plain tiny loops, the median of interleaved rounds."""
-    pairs = [(tiny_loop(False, num_steps, sinks), tiny_loop(True, num_steps, sinks)) for _ in range(rounds)]
-    added = {f"added_{key}": statistics.median(on[key] - off[key] for off, on in pairs) for key in pairs[0][0]}
-    return added | {"plain_wall_us": statistics.median(off["wall_us"] for off, _ in pairs)}
+def steady_cost(rounds: int, sinks: list[str]) -> dict[str, float]:
+    """What a watched step costs beyond a plain one. Blocks alternate; the least disturbed ones are compared too."""
+    torch.set_num_threads(1)
+    loops = {"plain": TinyLoop(None), "watched": TinyLoop(sinks)}
+    for loop in loops.values():
+        loop.block()  # the warm-up and the observed step are behind us
+    process_s, found = time.process_time(), {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            found[name].append(loop.block())
+    process_us = (time.process_time() - process_s) / rounds / TINY_BLOCK * 1e6
+    assert loops["watched"].monitor is not None
+    loops["watched"].monitor.finish_training()
+    result = {"process_us_of_both": process_us}
+    for key in ("thread_us", "wall_us"):
+        plain, watched = ([block[key] for block in found[name]] for name in ("plain", "watched"))
+        result[f"plain_{key}"] = statistics.median(plain)
+        result[f"added_{key}"] = statistics.median(b - a for a, b in zip(plain, watched, strict=True))
+        result[f"added_{key}_least_disturbed"] = min(watched) - min(plain)
+    return result
 
 
-def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict[str, float]) -> None:
-    console = Console()
+def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict[str, dict[str, float]]) -> None:
+    console = Console(width=130)
     table = Table(title="Cost of measuring, interleaved")
     for heading in ("variant", "total s", "overhead %", "+-", "steps/s", "mean MFU", "memory MB", "FLOP error"):
         table.add_column(heading, justify="left" if heading == "variant" else "right")
@@ -320,7 +331,11 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
     console.print(f"a profiled step takes {per_step_ms:.0f} ms more")
     for every in FREQUENCIES:
         console.print(f"profile every {every:>3} steps -> {per_step_ms / every / step_ms * 100:.2f} %")
-    console.print(f"steady step of a tiny model: {tiny['added_thread_us']:.1f} us on the training thread")
+    for name, cost in tiny.items():
+        least, typical = cost["added_thread_us_least_disturbed"], cost["added_thread_us"]
+        console.print(
+            f"steady step of a tiny model, {name}: {least:.1f} us on the training thread, median {typical:.1f}"
+        )
 
 
 def _percent(value: float | None) -> str:
@@ -333,11 +348,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    num_steps, block, rounds = (4, 2, 1) if arguments.quick else (arguments.steps, 15, 9)
+    num_steps, block = (4, 2) if arguments.quick else (arguments.steps, 15)
     with one_process_group():
         results, missing = race(num_steps, block, arguments.quick)
-    sinks = [] if arguments.quick else ["tensorboard"]
-    tiny = steady_cost(40 if arguments.quick else TINY_STEPS, rounds, sinks)
+    tiny = {"no sinks": steady_cost(2 if arguments.quick else 40, [])}
+    if not arguments.quick:
+        tiny["tensorboard at every step"] = steady_cost(40, ["tensorboard"])
     show(results, missing, tiny)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
     print(json.dumps({
