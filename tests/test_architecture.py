@@ -166,6 +166,14 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         _ = flopmeter.nonsense
 
 
+def test_a_name_that_needs_torch_says_so_when_it_is_absent() -> None:
+    code = "import sys; sys.modules['torch'] = None; import flopmeter; flopmeter.watch"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.stderr.strip().endswith(
+        "MissingLibraryError: flopmeter.watch needs torch, which is not installed: run  pip install 'flopmeter[torch]'"
+    )
+
+
 TORCH_FREE = {
     "import flopmeter": "import flopmeter",
     "load_run": "import flopmeter; flopmeter.load_run",

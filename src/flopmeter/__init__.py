@@ -64,7 +64,14 @@ def __getattr__(name: str) -> Any:
         home = _HOME[name]
     except KeyError:
         raise AttributeError(f"module 'flopmeter' has no attribute {name!r}") from None
-    return getattr(import_module(f"flopmeter.{home}"), name)
+    try:
+        return getattr(import_module(f"flopmeter.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from flopmeter.errors import MissingLibraryError
+
+        raise MissingLibraryError("torch", needed_for=f"flopmeter.{name}", extra="torch") from None
 
 
 def __dir__() -> list[str]:
