@@ -210,4 +210,5 @@ class Worker:
                 logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
             if num_lines >= self._flush_every:
                 break
+            time.sleep(0)  # lets the training thread have the interpreter at once, not after a switch interval
         return num_lines
