@@ -37,7 +37,7 @@ def test_the_budget_stretches_the_interval() -> None:
     assert schedule.measuring_s == 2.0
     # The next one is expected to cost another 2 s: 4 s are 1 % of 400 s.
     assert not schedule.is_due(100, run_s=399.0, own_s=0.0)
-    assert schedule.is_due(100, run_s=400.0, own_s=0.0)
+    assert schedule.is_due(101, run_s=400.0, own_s=0.0)
 
 
 def test_what_else_the_monitor_spends_counts_in_the_budget() -> None:
@@ -45,6 +45,13 @@ def test_what_else_the_monitor_spends_counts_in_the_budget() -> None:
     schedule.note_measured(3, step_s=1.0, reading_s=0.0)
     assert schedule.is_due(100, run_s=100.0, own_s=1.0)
     assert not schedule.is_due(100, run_s=100.0, own_s=1.1)
+
+
+def test_a_budget_that_says_no_is_not_asked_again_at_once() -> None:
+    schedule = Schedule(100, budget=0.01)
+    schedule.note_measured(3, step_s=1.0, reading_s=0.0)
+    assert not schedule.is_due(200, run_s=100.0, own_s=5.0)
+    assert schedule.next_step == 210
 
 
 def test_without_a_budget_the_interval_rules() -> None:

@@ -28,6 +28,7 @@ class Schedule:
         """Extra time of all measured steps so far."""
         self._last_step: int | None = None if measures_first else WARMUP_STEPS
         self._num_measured = 0
+        self._not_before = 0
         self._typical_s: deque[float] = deque(maxlen=TYPICAL_STEPS)
 
     @property
@@ -35,7 +36,7 @@ class Schedule:
         """No step before this one is due: what the training loop asks at every step, in no time."""
         if self._last_step is None:
             return WARMUP_STEPS
-        return self._last_step + self.interval_steps if self.interval_steps else 1 << 62
+        return max(self._last_step + self.interval_steps, self._not_before) if self.interval_steps else 1 << 62
 
     def is_warmup(self, num_steps: int) -> bool:
         """Whether a run that has done so many steps is still warming up."""
@@ -53,7 +54,10 @@ class Schedule:
             return False
         if self._last_step is None or self.budget is None:
             return True  # without a first measurement there is no number at all
-        return self._fits(run_s, own_s)
+        if self._fits(run_s, own_s):
+            return True
+        self._not_before = num_steps + max(1, self.interval_steps // 10)  # asking at every step would cost, too
+        return False
 
     def _fits(self, run_s: float, own_s: float) -> bool:
         assert self.budget is not None
