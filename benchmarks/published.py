@@ -61,7 +61,10 @@ class Reading:
 
 
 def _deepseek_v3_weights() -> int:
-    """Matmul weights that a token meets in DeepSeek-V3, from its public config.json; the MTP module is left out."""
+    """Matmul weights that a token meets in DeepSeek-V3, without the MTP module.
+
+    Sizes as remembered from its public config; only the widths of keys (192) and values (128) stand in the references.
+    """
     hidden, heads, nope, rope, value = 7168, 128, 128, 64, 128
     query = hidden * 1536 + 1536 * heads * (nope + rope)
     key_value = hidden * (512 + rope) + 512 * heads * (nope + value)
@@ -108,7 +111,8 @@ READINGS = (
         source="arXiv:2205.05198",
         states="full; model FLOPs 72*B*L*s*h^2*(1+s/6h+v/12hL); hardware/model ~ 1+s/6h",
         convention="gpt",
-        basis="the source spells both formulas out (appendix A); batch as the table has it",
+        basis="MFU by the row's formula, batch as the table has it; HFU by 1 + s/3h + v/12hL, not by the row's own "
+        "approximation 1 + s/6h, which is 0.6 % off for 22B; that formula is from memory, the paper was not read here",
         peaks=_A100,
         recompute=_SELECTIVE,
     ),

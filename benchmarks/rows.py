@@ -78,6 +78,8 @@ VIT = Numbers(**ENCODER, num_labels=7, image_size=48, patch_size=8, num_channels
 GPT2 = Numbers(n_layer=3, n_embd=64, n_head=4, vocab_size=320)
 LSTM = Numbers(num_layers=2, hidden_size=48, vocab_size=96)
 LSTM_LENGTH = 256
+"""Long enough for the count's one fault here, a gradient of the initial state that nobody wants, to stay below 0.1 %:
+it is 1.9 % at 8 tokens, 0.9 % at 16, 0.23 % at 64 and 0.06 % at 256."""
 CRITIC = (24, 64, 48, 1)
 
 VOCAB, LENGTH = 320, 64

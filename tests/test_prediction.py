@@ -157,12 +157,24 @@ def test_the_closed_form_alone_is_within_three_percent(name: str, convention: Co
         assert relative_error(plan.evaluate(workload, convention=convention).model_flop, expected) < ESTIMATE_TOLERANCE
 
 
-def test_packed_documents_are_predicted_too() -> None:
-    predictor, _ = observed_predictor(FAMILIES["llama"], "exact")
+PACKED: dict[str, Callable[[Any], Any]] = {
+    "llama": lambda load: truth.llama(load, rows.LLAMA),
+    "gpt2": lambda load: truth.gpt2(load, rows.GPT2),
+    "mixtral": lambda load: truth.mixtral(load, rows.MIXTRAL),
+    "qwen3_moe": lambda load: truth.qwen3_moe(load, rows.QWEN3_MOE),
+    "deepseek_v3": lambda load: truth.deepseek_v3(load, rows.DEEPSEEK_V3),
+    "lora": lambda load: truth.lora_llama(load, rows.LLAMA, rank=8),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents_are_predicted_too(name: str) -> None:
+    predictor, _ = observed_predictor(FAMILIES[name], "exact")
     documents, padded_to = [[30, 50], [80]], 80
     workload = workload_of(cases.packed_text(documents, padded_to, rows.VOCAB), predictor.plan.needs)
-    expected = truth.llama(truth.packed(documents, padded_to), rows.LLAMA).exact.model_flop
+    expected = PACKED[name](truth.packed(documents, padded_to)).exact.model_flop
     assert relative_error(sum(predictor.predict(workload).model_flop.values()), expected) < SMART_TOLERANCE
+    assert relative_error(predictor.plan.evaluate(workload).model_flop, expected) < ESTIMATE_TOLERANCE
 
 
 def test_the_published_error_is_that_of_the_prediction_that_was_tested() -> None:
