@@ -9,9 +9,9 @@ import pytest
 from flopmeter.config import MonitorConfig
 from flopmeter.monitor.digest import Delivery, Digest, StepRecord
 from flopmeter.schema import METRICS_BY_KEY
-from flopmeter.timing import StepTime
+from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, OTHER
 
-PHASE_NS = (10_000_000, 0, 40_000_000, 40_000_000, 10_000_000, 0)
+CLOCK = (0, DATA_WAIT, 10_000_000, FORWARD, 50_000_000, BACKWARD, 90_000_000, OPTIMIZER, 100_000_000)
 
 
 def deliveries(num_steps: int, config: dict[str, Any] | None = None, **values: Any) -> list[Delivery]:
@@ -20,9 +20,9 @@ def deliveries(num_steps: int, config: dict[str, Any] | None = None, **values: A
         StepRecord(
             index=index,
             time_s=1000.0 + index * 0.1,
-            step_time=StepTime(100_000_000, PHASE_NS, 0),
+            clock=CLOCK,
             values={"step": index + 1, "loss": 2.0, "lr": 0.1, "epoch": 0, "grad_norm": 1.5, **values},
-            marks=["warmup"] if index < 3 else [],
+            marks=("warmup",) if index < 3 else (),
             overhead_share=0.001,
         )
         for index in range(num_steps)
@@ -70,8 +70,8 @@ def test_a_logged_value_is_the_aggregate_since_the_last_one_without_marked_steps
         record = StepRecord(
             index=index,
             time_s=float(index),
-            step_time=StepTime(step_ms * 10**6, (0, 0, 0, 0, 0, step_ms * 10**6), 0),
-            marks=["warmup"] if index == 0 else [],
+            clock=(0, OTHER, step_ms * 10**6),
+            marks=("warmup",) if index == 0 else (),
         )
         logs.append(digest(record).metrics)
     assert logs[-1] is not None
@@ -96,5 +96,5 @@ def test_goodput_is_the_share_of_wall_time_in_steps() -> None:
 
 def test_steps_without_numbers_of_the_loop_count_on_by_themselves() -> None:
     digest = Digest(MonitorConfig.load(None))
-    steps = [digest(StepRecord(index=i, time_s=0.0, step_time=StepTime(1, (0,) * 6, 0))).line["step"] for i in range(3)]
+    steps = [digest(StepRecord(index=i, time_s=0.0, clock=(0, OTHER, 1))).line["step"] for i in range(3)]
     assert steps == [1, 2, 3]

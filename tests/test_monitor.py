@@ -106,7 +106,7 @@ def test_a_part_that_fails_is_switched_off_and_training_goes_on(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("flopmeter.timing.PhaseClock.end_step", broken)
+    monkeypatch.setattr("flopmeter.timing.PhaseClock.take", broken)
     with caplog.at_level(logging.WARNING), TrainingMonitor(tmp_path, PEAK) as monitor:
         assert train(monitor) == train(None)
     failures = [record.message for record in caplog.records if "planted" in record.message]

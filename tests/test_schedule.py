@@ -66,3 +66,19 @@ def test_no_step_before_the_next_is_ever_due() -> None:
         assert not schedule.is_due(step, 1e9, 0.0) or step >= schedule.next_step
         if step >= schedule.next_step:
             schedule.note_measured(step, 1.0, 0.0)
+
+
+def test_a_step_measured_before_any_ordinary_one_is_charged_once_those_are_known() -> None:
+    schedule = Schedule(10, budget=0.01)
+    schedule.note_measured(3, step_s=2.5, reading_s=0.5)
+    assert schedule.measuring_s == 0.5  # nothing to hold it against yet
+    schedule.note_step(1.0)
+    assert schedule.measuring_s == 2.0
+
+
+def test_what_one_phase_of_the_training_spent_is_spent_for_the_next() -> None:
+    warmup, main = Schedule(10, budget=0.01), Schedule(20, budget=0.01)
+    warmup.note_step(1.0)
+    warmup.note_measured(3, step_s=1.5, reading_s=0.25)
+    main.inherit(warmup)
+    assert main.measuring_s == 0.75

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flopmeter.schema import PHASES
-from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OTHER, PhaseClock, StepTime
+from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OTHER, PhaseClock, StepTime, split
 from flopmeter.timing.late import LateNumber, LateNumbers, _Slots
 
 
@@ -42,9 +42,9 @@ def seconds(step: StepTime) -> tuple[float, dict[str, float]]:
 
 def test_a_step_lasts_from_the_end_of_the_last_one(clock: PhaseClock, time_: FakeClock) -> None:
     time_.pass_s(2)
-    assert seconds(clock.end_step()) == (2.0, {"other": 2.0})
+    assert seconds(split(clock.take())) == (2.0, {"other": 2.0})
     time_.pass_s(3)
-    assert seconds(clock.end_step()) == (3.0, {"other": 3.0})
+    assert seconds(split(clock.take())) == (3.0, {"other": 3.0})
 
 
 def test_every_moment_belongs_to_one_phase(clock: PhaseClock, time_: FakeClock) -> None:
@@ -55,7 +55,7 @@ def test_every_moment_belongs_to_one_phase(clock: PhaseClock, time_: FakeClock) 
     time_.pass_s(2)
     clock.switch(OTHER)
     time_.pass_s(0.25)
-    assert seconds(clock.end_step()) == (3.75, {"forward": 1.0, "backward": 2.0, "other": 0.75})
+    assert seconds(split(clock.take())) == (3.75, {"forward": 1.0, "backward": 2.0, "other": 0.75})
 
 
 def test_phases_are_summed_over_micro_batches(clock: PhaseClock, time_: FakeClock) -> None:
@@ -63,8 +63,8 @@ def test_phases_are_summed_over_micro_batches(clock: PhaseClock, time_: FakeCloc
         with clock.phase(FORWARD):
             time_.pass_s(1)
         time_.pass_s(0.5)
-    assert seconds(clock.end_step()) == (3.0, {"forward": 2.0, "other": 1.0})
-    assert seconds(clock.end_step()) == (0.0, {})
+    assert seconds(split(clock.take())) == (3.0, {"forward": 2.0, "other": 1.0})
+    assert seconds(split(clock.take())) == (0.0, {})
 
 
 def test_a_phase_inside_another_is_taken_out_of_it(clock: PhaseClock, time_: FakeClock) -> None:
@@ -73,7 +73,7 @@ def test_a_phase_inside_another_is_taken_out_of_it(clock: PhaseClock, time_: Fak
         with clock.phase(DATA_WAIT):
             time_.pass_s(5)
         time_.pass_s(1)
-    assert seconds(clock.end_step()) == (7.0, {"forward": 2.0, "data_wait": 5.0})
+    assert seconds(split(clock.take())) == (7.0, {"forward": 2.0, "data_wait": 5.0})
 
 
 def test_a_pause_is_no_part_of_the_step(clock: PhaseClock, time_: FakeClock) -> None:
@@ -82,7 +82,7 @@ def test_a_pause_is_no_part_of_the_step(clock: PhaseClock, time_: FakeClock) -> 
         time_.pass_s(10)
     time_.pass_s(1)
     assert lasted_s() == 10.0
-    assert clock.end_step().step_ns == 2_000_000_000
+    assert split(clock.take()).step_ns == 2_000_000_000
 
 
 def test_a_pause_within_a_pause_is_taken_out_once(clock: PhaseClock, time_: FakeClock) -> None:
@@ -92,7 +92,7 @@ def test_a_pause_within_a_pause_is_taken_out_once(clock: PhaseClock, time_: Fake
             time_.pass_s(2)
     assert inner_s() == 2.0
     time_.pass_s(5)
-    assert clock.end_step().step_ns == 5_000_000_000
+    assert split(clock.take()).step_ns == 5_000_000_000
 
 
 def test_a_phase_or_pause_that_raises_is_timed_all_the_same(clock: PhaseClock, time_: FakeClock) -> None:
@@ -102,13 +102,13 @@ def test_a_phase_or_pause_that_raises_is_timed_all_the_same(clock: PhaseClock, t
     with pytest.raises(RuntimeError), clock.pause():
         time_.pass_s(4)
         raise RuntimeError
-    assert seconds(clock.end_step()) == (1.0, {"forward": 1.0})
+    assert seconds(split(clock.take())) == (1.0, {"forward": 1.0})
 
 
 def test_starting_twice_does_not_move_the_start(clock: PhaseClock, time_: FakeClock) -> None:
     time_.pass_s(1)
     clock.start()
-    assert clock.end_step().step_ns == 1_000_000_000
+    assert split(clock.take()).step_ns == 1_000_000_000
 
 
 def test_time_before_the_start_does_not_count(time_: FakeClock) -> None:
@@ -116,7 +116,7 @@ def test_time_before_the_start_does_not_count(time_: FakeClock) -> None:
     time_.pass_s(100)
     clock.start()
     time_.pass_s(1)
-    assert clock.end_step().step_ns == 1_000_000_000
+    assert split(clock.take()).step_ns == 1_000_000_000
 
 
 def test_a_late_number_is_the_one_at_the_time_of_taking() -> None:
@@ -173,3 +173,14 @@ def test_an_error_of_the_users_on_the_device_does_not_come_out_of_us() -> None:
 
     value = LateNumber(torch.tensor(1.0), BrokenEvent(), [])
     assert value.is_ready()
+
+
+def test_a_loop_that_never_steps_keeps_its_times_in_bounded_memory(clock: PhaseClock, time_: FakeClock) -> None:
+    for _ in range(5000):
+        clock.switch(FORWARD)
+        time_.pass_s(1)
+        clock.switch(OTHER)
+        time_.pass_s(2)
+    marks = clock.take()
+    assert len(marks) <= 4100
+    assert seconds(split(marks)) == (15_000.0, {"forward": 5000.0, "other": 10_000.0})

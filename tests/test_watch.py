@@ -24,6 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flopmeter import ConfigError, TrainingMonitor, load_run, watch
 from flopmeter.flops.observe import observe
+from flopmeter.flops.workload import Needs
+from flopmeter.monitor.workloads import WorkloadReader, resolve
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}
 WIDTH, BATCH = 8, 4
@@ -464,3 +466,15 @@ def test_reduced_logging_halves_the_calls_to_wandb(tmp_path: Path, monkeypatch: 
         watched(folder, {**CONFIG, "wandb": section}, num_batches=40)
         counted.append(len(calls))
     assert counted == [40, 20]
+
+
+def test_a_mask_that_is_written_over_before_it_was_read_leaves_the_step_without_a_count() -> None:
+    reader = WorkloadReader(Needs())
+    buffer = torch.ones(2, 8, dtype=torch.long)
+    reader.see((), {"input_ids": buffer.clone(), "attention_mask": buffer})
+    seen = reader.take()
+    known = resolve(seen)
+    assert known is not None
+    assert known.tokens == 16
+    buffer[:, 4:] = 0  # the loop reuses its buffer for the next batch
+    assert resolve(seen) is None

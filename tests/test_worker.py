@@ -196,3 +196,37 @@ def test_closing_twice_is_fine_and_leaves_no_thread(tmp_path: Path) -> None:
     worker.close()
     worker.close()
     assert threading.active_count() == before
+
+
+class Busy(Recorder):
+    """A sink whose every log takes a millisecond of CPU."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        end_s = time.thread_time() + 0.001
+        while time.thread_time() < end_s:
+            continue
+        super().log(step, metrics)
+
+
+def test_a_sink_that_costs_too_much_gets_fewer_basics_and_all_the_details(
+    tmp_path: Path, extra_sinks: Callable[[str, type], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "FREE_LOGS", 3)
+    extra_sinks("busy", Busy)
+    sink = worker_module.SinkThread("busy", SinkContext(config=MonitorConfig(), output_dir=tmp_path), cpu_share=1e-9)
+    basics, details = {"x": 1.0}, dict.fromkeys("abcdefgh", 1.0)
+    sink.log([(step, basics) for step in range(3)])  # the free ones; from here on the cost is known
+    while sink._num_taken < 3 or not sink.cpu_s:
+        time.sleep(0.001)
+    assert not any(sink.has_time_for(basics) for _ in range(10))
+    assert sink.has_time_for(details)
+    assert sink.num_thinned == 10
+    assert sink.close(5.0)
+
+
+def test_an_explicit_rate_is_never_thinned(tmp_path: Path, extra_sinks: Callable[[str, type], None]) -> None:
+    extra_sinks("busy", Busy)
+    sink = worker_module.SinkThread("busy", SinkContext(config=MonitorConfig(), output_dir=tmp_path), cpu_share=None)
+    sink._num_put = sink._num_taken = 10_000
+    assert sink.has_time_for({"x": 1.0})
+    assert sink.close(5.0)

@@ -43,9 +43,16 @@ def utilisation(flop: Mapping[str, float], peak_flop_per_s: Mapping[str, float],
     Each dtype is held against its own peak, so that a run in bf16 with an fp32 head is not judged by one of them alone.
     None when a dtype that did work has no known peak. Never clipped: above 1 means a wrong peak, dtype or count.
     """
-    if wall_s <= 0 or any(amount and not peak_flop_per_s.get(dtype) for dtype, amount in flop.items()):
+    if wall_s <= 0:
         return None
-    return sum(amount / peak_flop_per_s[dtype] for dtype, amount in flop.items() if amount) / wall_s
+    ideal_s = 0.0
+    for dtype, amount in flop.items():
+        if amount:
+            peak = peak_flop_per_s.get(dtype)
+            if not peak:
+                return None
+            ideal_s += amount / peak
+    return ideal_s / wall_s
 
 
 class Window:
@@ -54,11 +61,13 @@ class Window:
     A number that one step does not know is unknown for the window: its total is None from there on.
     """
 
+    __slots__ = ("_counts", "_flop", "_num_steps", "_phase_s", "_wall_s")
+
     def __init__(self) -> None:
         self._num_steps = 0
         self._wall_s = 0.0
-        self._counts: dict[str, int | None] = dict.fromkeys(_COUNTS, 0)
-        self._flop: dict[str, dict[str, float] | None] = {name: {} for name in _FLOP}
+        self._counts: list[int | None] = [0] * len(_COUNTS)
+        self._flop: list[dict[str, float] | None] = [{} for _ in _FLOP]
         self._phase_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def __len__(self) -> int:
@@ -70,11 +79,11 @@ class Window:
         self._wall_s += step.step_s
         for phase, seconds in step.phase_s.items():
             self._phase_s[phase] += seconds
-        for name, count in zip(_COUNTS, (step.tokens, step.tokens_processed, step.samples), strict=True):
-            total = self._counts[name]
-            self._counts[name] = None if count is None or total is None else total + count
-        for name, flop in zip(_FLOP, (step.model_flop, step.hardware_flop, step.processed_flop), strict=True):
-            self._flop[name] = _plus(self._flop[name], flop)
+        for place, count in enumerate((step.tokens, step.tokens_processed, step.samples)):
+            total = self._counts[place]
+            self._counts[place] = None if count is None or total is None else total + count
+        for place, flop in enumerate((step.model_flop, step.hardware_flop, step.processed_flop)):
+            self._flop[place] = _plus(self._flop[place], flop)
 
     def compute(self, peak_flop_per_s: Mapping[str, float], num_devices: int = 1) -> dict[str, float]:
         """The window's metrics; what is not known for every step of it is left out."""
@@ -82,30 +91,29 @@ class Window:
         if not self._num_steps or wall_s <= 0:
             return {}
         result = {"perf/step_time": wall_s / self._num_steps, "perf/steps_per_second": self._num_steps / wall_s}
-        for name, total in self._counts.items():
+        for key, total in zip(_COUNTS, self._counts, strict=True):
             if total is not None:
-                result[f"perf/{name}_per_second"] = total / wall_s
-        self._add_shares(result)
-        model_flop = self._flop["mfu"]
+                result[key] = total / wall_s
+        rest_s = wall_s - sum(self._phase_s.values())
+        for phase, key in _SHARES:
+            result[key] = self._phase_s[phase] / wall_s
+        result["perf/other_share"] += rest_s / wall_s
+        model_flop = self._flop[0]
         if model_flop is not None:
             result["perf/model_flop"] = sum(model_flop.values()) / self._num_steps
-        for name, flop in self._flop.items():
+        for key, flop in zip(_FLOP, self._flop, strict=True):
             share = utilisation(flop, peak_flop_per_s, wall_s * num_devices) if flop is not None else None
             if share is not None:
-                result[f"perf/{name}"] = share
+                result[key] = share
         if "perf/mfu" in result:
             result["perf/mfu_percent"] = 100 * result["perf/mfu"]
         return result
 
-    def _add_shares(self, result: dict[str, float]) -> None:
-        rest_s = self._wall_s - sum(self._phase_s.values())
-        for phase, seconds in self._phase_s.items():
-            result[f"perf/{phase}_share"] = (seconds + rest_s if phase == "other" else seconds) / self._wall_s
 
-
-_COUNTS = ("tokens", "tokens_processed", "samples")
-_FLOP = ("mfu", "hfu", "mfu_processed")
+_COUNTS = ("perf/tokens_per_second", "perf/tokens_processed_per_second", "perf/samples_per_second")
+_FLOP = ("perf/mfu", "perf/hfu", "perf/mfu_processed")
 """Metrics that are FLOPs over peak and time, in the order of the step's fields."""
+_SHARES = tuple((phase, f"perf/{phase}_share") for phase in PHASES)
 
 
 def _plus(total: dict[str, float] | None, flop: Mapping[str, float] | None) -> dict[str, float] | None:

@@ -150,6 +150,11 @@ class MonitorConfig(SharedSection):
         return self.training.logging_steps * (2 if self.wandb.reduced_logging else 1)
 
     @property
+    def has_explicit_logging_steps(self) -> bool:
+        """Whether somebody asked for this very rate: then the sinks get it, whatever it costs."""
+        return "logging_steps" in self.training.model_fields_set
+
+    @property
     def details_every(self) -> int:
         """Steps between details in the sinks: `detail_every`, at least 100 with `reduced_logging`."""
         every = self.monitoring.detail_every

@@ -38,13 +38,14 @@ from flopmeter.monitor.digest import Digest, Log, StepRecord, copied_to_host, da
 from flopmeter.monitor.header import device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
-from flopmeter.monitor.schedule import Schedule
+from flopmeter.monitor.schedule import WARMUP_STEPS, Schedule
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.record import RunWriter, load_run, write_training_log
 from flopmeter.schema import PHASES, RUN_FILE
 from flopmeter.sinks import SinkContext, check_sinks
+from flopmeter.timing import split
 from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
 
@@ -111,11 +112,12 @@ class TrainingMonitor:
         self._numbers = LateNumbers()
         self._hooks = Hooks(self._tracker)
         self._worker: Worker | None = None
-        self._digest = Digest(self.config)
+        self._digest = Digest(self.config, self._note_step)
         self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
         self._pending: deque[StepRecord] = deque()
         self._ended: StepRecord | None = None
         self._values: dict[str, Any] = {}
+        self._details_every = self.config.details_every
         self._num_steps = 0
         self._num_failures = 0
         self._own_ns = 0
@@ -143,9 +145,8 @@ class TrainingMonitor:
 
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings."""
-        measuring_s = self._schedule.measuring_s
-        self._schedule = self._make_schedule(phase)
-        self._schedule.measuring_s = measuring_s
+        before, self._schedule = self._schedule, self._make_schedule(phase)
+        self._schedule.inherit(before)
         self._event("training_phase", phase=phase, interval_steps=self._schedule.interval_steps)
 
     def start_training(self) -> None:
@@ -165,10 +166,11 @@ class TrainingMonitor:
             flush_every=self.config.monitoring.flush_every,
             flush_s=self.config.monitoring.flush_s,
             sample=make_sampler(self._model).sample,
+            sink_cpu_share=None if self.config.has_explicit_logging_steps else self.config.monitoring.overhead_budget,
         )
         timeline = timeline_of(device_of(self._model))
         if timeline is not None:
-            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
+            self._tracker.use_device(DeviceTime(timeline, self._event, self.config.details_every))
         self._worker.drain(1.0)  # a run that dies at once has left its header
         _finish_at_exit(self)
         self._clock.start()
@@ -205,7 +207,6 @@ class TrainingMonitor:
         finally:
             self._event("pause", name=name, duration_s=lasted_s())
 
-    @_harmless
     def log_step(
         self,
         step: int,
@@ -224,25 +225,31 @@ class TrainingMonitor:
             skip_wandb: Keep this step out of W&B; it is in the run file all the same.
             extra: More numbers, recorded under their own names.
         """
+        if self._num_failures >= MAX_FAILURES:
+            return
         start_ns = perf_counter_ns()
-        self.start_training()
-        if attention_mask is not None and self._tracker.workloads is not None:
-            self._tracker.workloads.see_mask(attention_mask)
-        if not self._has_optimizer:
-            self._end_step()
-        values: dict[str, Any] = {
-            "step": step,
-            "epoch": epoch,
-            "lr": learning_rate,
-            "skip_wandb": skip_wandb,
-            "extra": extra,
-        }
-        values["loss"] = None if loss is None else self._numbers.take(loss)
-        values["grad_norm"] = None if grad_norm is None else self._numbers.take(grad_norm)
-        if self._ended is not None:
-            self._hand_over(values)
-        else:
-            self._values = values  # before the optimizer steps: they belong to the step that is running
+        try:
+            if self._state == "new":
+                self.start_training()
+            if attention_mask is not None and self._tracker.workloads is not None:
+                self._tracker.workloads.see_mask(attention_mask)
+            if not self._has_optimizer:
+                self._end_step()
+            values = {
+                "step": step,
+                "epoch": epoch,
+                "lr": learning_rate,
+                "loss": loss if loss is None else self._numbers.take(loss),
+                "grad_norm": grad_norm if grad_norm is None else self._numbers.take(grad_norm),
+                "skip_wandb": skip_wandb,
+                "extra": extra,
+            }
+            if self._ended is not None:
+                self._hand_over(values)
+            else:
+                self._values = values  # before the optimizer steps: they belong to the step that is running
+        except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
+            self._note_failure("log_step", error)
         self._own_ns += perf_counter_ns() - start_ns
 
     @_harmless
@@ -316,36 +323,43 @@ class TrainingMonitor:
         self.finish_training()
 
     def _on_optimizer_step(self) -> None:
+        if self._num_failures >= MAX_FAILURES:
+            return
         start_ns = perf_counter_ns()
-        self._end_step()
+        try:
+            self._end_step()
+        except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
+            self._note_failure("the end of a step", error)
         self._own_ns += perf_counter_ns() - start_ns
 
-    @_harmless
     def _end_step(self) -> None:
-        self.start_training()
-        tracker = self._tracker
+        if self._state == "new":
+            self.start_training()
+        tracker, index = self._tracker, self._num_steps
         tracker.end_step()
         if self._ended is not None:
             self._hand_over({})
-        step_time = self._clock.end_step()
-        record = StepRecord(index=self._num_steps, time_s=time.time(), step_time=step_time)
-        record.seen = tracker.workloads.take() if tracker.workloads is not None else []
-        if self._schedule.is_warmup(self._num_steps):
-            record.marks.append("warmup")
-        self._num_steps += 1
+        record = StepRecord(index, time.time(), self._clock.take())
+        if tracker.workloads is not None:
+            record.seen = tracker.workloads.take()
+        self._num_steps = index + 1
+        if index < WARMUP_STEPS:
+            record.marks = ("warmup",)
         if tracker.device_time is not None:
             tracker.device_time.end_step(self._num_steps)
-        self._finish_measurement(record)
-        if self._num_steps % self.config.details_every == 0:
+        if tracker.source is not None and tracker.source.is_measuring:
+            self._finish_measurement(tracker.source, record)
+        if self._num_steps % self._details_every == 0:
             record.datasets = copied_to_host(self._datasets.take())
-        if self._num_steps % _OVERHEAD_EVERY == 1:
+        if index % _OVERHEAD_EVERY == 0:
             self._overhead = self._overhead_share()
         record.overhead_share = self._overhead
         self._ended = record
         if self._values:
             self._hand_over(self._values)
             self._values = {}
-        self._maybe_measure()
+        if self._num_steps >= self._schedule.next_step:
+            self._maybe_measure()
 
     def _hand_over(self, values: Mapping[str, Any]) -> None:
         assert self._ended is not None
@@ -358,21 +372,21 @@ class TrainingMonitor:
         while self._pending and self._pending[0].is_ready():
             self._put(self._pending.popleft())
 
-    def _finish_measurement(self, record: StepRecord) -> None:
+    def _note_step(self, step_s: float) -> None:
+        """An ordinary step was digested (in the background)."""
+        self._schedule.note_step(step_s)
+
+    def _finish_measurement(self, source: FlopSource, record: StepRecord) -> None:
         """Close a measurement that ran through this step, and learn from it."""
-        source, step_s = self._tracker.source, record.step_time.step_ns / 1e9
-        if source is None or not source.is_measuring:
-            if not record.marks:
-                self._schedule.note_step(step_s)
-            return
         start_ns = perf_counter_ns()
-        record.marks.append(source.kind)
+        record.marks = (*record.marks, source.kind)
         source.finish(record.seen)
+        step_s = split(record.clock).step_ns / 1e9
         self._schedule.note_measured(self._num_steps, step_s, (perf_counter_ns() - start_ns) / 1e9)
 
     def _maybe_measure(self) -> None:
         source = self._tracker.source
-        if source is None or self._num_steps < self._schedule.next_step or not source.measures or source.is_measuring:
+        if source is None or not source.measures or source.is_measuring:
             return
         own_s = self._own_ns / 1e9 + (self._worker.own_cpu_s if self._worker is not None else 0.0)
         if self._schedule.is_due(self._num_steps, time.monotonic() - self._started_s, own_s):

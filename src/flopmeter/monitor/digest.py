@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +11,8 @@ from flopmeter.dataset_metrics import Taken
 from flopmeter.dataset_metrics import resolve as resolve_datasets
 from flopmeter.metrics import Step, Window
 from flopmeter.monitor.workloads import Seen, resolve, to_host
-from flopmeter.schema import PHASES
-from flopmeter.timing import StepTime
+from flopmeter.schema import PHASES, StepMark
+from flopmeter.timing import StepTime, split
 from flopmeter.timing.late import LateNumber
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BASIC = ("global_step", "training/loss", "training/lr", "training/epoch")
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
     """One step as the training thread left it: nothing is computed, nothing is read yet."""
 
@@ -29,11 +29,11 @@ class StepRecord:
     """Steps of this process before it."""
     time_s: float
     """Unix time at its end."""
-    step_time: StepTime
-    """Wall time, by phase."""
-    seen: list[Seen] = field(default_factory=list)
+    clock: Sequence[int]
+    """Marks of the phase clock, for `timing.split`."""
+    seen: Sequence[Seen] = ()
     """What the model was given, micro-batch by micro-batch."""
-    marks: list[str] = field(default_factory=list)
+    marks: tuple[StepMark, ...] = ()
     """Why it does not represent the run."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """What `log_step` was told."""
@@ -85,9 +85,10 @@ class Digest:
     A logged perf value is the aggregate since the last one, over steps that represent the run.
     """
 
-    def __init__(self, config: MonitorConfig) -> None:
+    def __init__(self, config: MonitorConfig, on_step: Callable[[float], None] | None = None) -> None:
         self.source: FlopSource | None = None
         self.last_step = 0
+        self._on_step = on_step
         self._basic_every = config.basic_every
         self._details_every = config.details_every
         self._window = Window()
@@ -97,18 +98,23 @@ class Digest:
     def __call__(self, item: StepRecord | Log) -> Delivery:
         if isinstance(item, Log):
             return Delivery(item.line, item.step, item.metrics, item.metrics)
-        step = self._step(item)
-        own = self._own_metrics(item)
-        metrics = {**own, **_compute([step], self._peaks())}
+        time_ = split(item.clock)
+        peaks = self.source.peaks if self.source is not None else {}
+        step, alone = self._step(item, time_), Window()
+        alone.add(step)
+        metrics = self._own_metrics(item, step.step_s)
+        metrics |= alone.compute(peaks)
         line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": metrics}
         if item.marks:
             line["marks"] = item.marks
         else:
             self._window.add(step)
+            if self._on_step is not None:
+                self._on_step(step.step_s)
         skipped = ("wandb",) if item.values.get("skip_wandb") else ()
-        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics), skipped)
+        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics, peaks), skipped)
 
-    def _due(self, num_steps: int, metrics: Mapping[str, float]) -> dict[str, float] | None:
+    def _due(self, num_steps: int, metrics: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float] | None:
         """What the sinks get now: the basics at their rate, the details at theirs."""
         due: dict[str, float] = {}
         if num_steps % self._basic_every == 0:
@@ -120,25 +126,25 @@ class Digest:
                 for key in ("perf/overhead_share", "perf/goodput", "perf/flop_error")
                 if key in metrics
             }
-            due |= self._window.compute(self._peaks())
+            due |= self._window.compute(peaks)
             self._window = Window()
         return due or None
 
-    def _step(self, item: StepRecord) -> Step:
+    def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
-        predicted = self.source.predict(workload) if self.source is not None and item.seen else None
+        predicted = self.source.predict(workload) if self.source is not None and workload else None
         return Step(
-            step_s=item.step_time.step_ns / 1e9,
-            phase_s={name: ns / 1e9 for name, ns in zip(PHASES, item.step_time.phase_ns, strict=True)},
-            samples=workload.samples or None,
-            tokens=workload.tokens or None,
-            tokens_processed=workload.tokens_processed or None,
+            step_s=time_.step_ns / 1e9,
+            phase_s={name: ns / 1e9 for name, ns in zip(PHASES, time_.phase_ns, strict=True)},
+            samples=workload.samples or None if workload else None,
+            tokens=workload.tokens or None if workload else None,
+            tokens_processed=workload.tokens_processed or None if workload else None,
             model_flop=predicted.model if predicted else None,
             hardware_flop=predicted.hardware if predicted else None,
             processed_flop=predicted.processed if predicted else None,
         )
 
-    def _own_metrics(self, item: StepRecord) -> dict[str, float]:
+    def _own_metrics(self, item: StepRecord, step_s: float) -> dict[str, float]:
         values = item.values
         self.last_step = values["step"] if "step" in values else self.last_step + 1
         metrics: dict[str, float] = {"global_step": self.last_step}
@@ -149,31 +155,22 @@ class Digest:
             value = values.get(name)
             if value is not None:
                 metrics[key] = value.read() if isinstance(value, LateNumber) else value
-        extra = values.get("extra") or {}
-        metrics |= {key: float(value) for key, value in extra.items() if isinstance(value, (int, float))}
+        extra = values.get("extra")
+        if extra:
+            metrics |= {key: float(value) for key, value in extra.items() if isinstance(value, (int, float))}
         metrics["perf/overhead_share"] = item.overhead_share
         if item.datasets is not None:
             metrics |= dataset_values(item.datasets)
-        self._productive_s += item.step_time.step_ns / 1e9
+        self._productive_s += step_s
         if self._first_s is None:
-            self._first_s = item.time_s - item.step_time.step_ns / 1e9
+            self._first_s = item.time_s - step_s
         elif item.time_s > self._first_s:
             metrics["perf/goodput"] = self._productive_s / (item.time_s - self._first_s)
         if self.source is not None and self.source.error is not None:
             metrics["perf/flop_error"] = self.source.error
         return metrics
 
-    def _peaks(self) -> Mapping[str, float]:
-        return self.source.peaks if self.source is not None else {}
-
 
 def dataset_values(taken: Taken) -> dict[str, float]:
     """Metrics by dataset. Reads the sums: call it when the device has caught up."""
     return resolve_datasets(taken.totals(taken.sums.tolist() if taken.sums is not None else ()))
-
-
-def _compute(steps: list[Step], peaks: Mapping[str, float]) -> dict[str, float]:
-    window = Window()
-    for step in steps:
-        window.add(step)
-    return window.compute(peaks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -57,7 +57,9 @@ class FlopSource:
         self._event = event
         self._measurement: ObservedStep | ProfiledStep | None = None
         self._counters = self._open_counters()
-        self._peaks: dict[str, float | None] = {}
+        self._looked_up: set[str] = set()
+        self.peaks: dict[str, float] = {}
+        """FLOP/s by dtype, as far as known."""
         self._known: dict[Workload, StepFlop] = {}
         self._last_blocker: str | None = None
         self._predictor = self._make_predictor()
@@ -90,11 +92,6 @@ class FlopSource:
         """Relative error of the last prediction that a measurement tested."""
         return self._predictor.error if self._predictor is not None else None
 
-    @property
-    def peaks(self) -> Mapping[str, float]:
-        """FLOP/s by dtype, as far as known."""
-        return {dtype: peak for dtype, peak in self._peaks.items() if peak is not None}
-
     def note_autocast(self) -> None:
         """Called inside a forward pass: autocast decides the dtype of what is only estimated so far."""
         device = device_of(self._model).type
@@ -122,14 +119,15 @@ class FlopSource:
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
 
-    def finish(self, seen: list[Seen]) -> None:
+    def finish(self, seen: Sequence[Seen]) -> None:
         """The measured step is over: learn from it."""
         measurement, self._measurement = self._measurement, None
         assert measurement is not None
         measurement.stop()
         count = measurement.result(self._settings.convention)
         self._known = {}  # replaced, not cleared: the background thread may be reading
-        error = self._predictor.learn(count, resolve(seen)) if self._predictor is not None else None
+        workload = resolve(seen)
+        error = self._predictor.learn(count, workload) if self._predictor and workload else None
         self._find_peaks(count)
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
         if self._counters is not None:
@@ -193,16 +191,16 @@ class FlopSource:
             self._find_peak(normalise_dtype(dtype))
 
     def _find_peak(self, dtype: str) -> None:
-        if dtype in self._peaks:
+        if dtype in self._looked_up:
             return
+        self._looked_up.add(dtype)
         try:
             peak = peak_flops(device_of(self._model), dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
         except FlopmeterError as error:
-            self._peaks[dtype] = None
             logger.warning("MFU stays unknown: %s", error)
             self._event("warning", message=str(error))
             return
-        self._peaks[dtype] = peak.flop_per_s
+        self.peaks = self.peaks | {dtype: peak.flop_per_s}  # replaced: the background thread may be reading
         details = {"flop_per_s": peak.flop_per_s, "source": peak.source, "note": peak.note}
         self._event("peak", dtype=dtype, device=peak.device, **details)
 

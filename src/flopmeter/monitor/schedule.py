@@ -24,23 +24,28 @@ class Schedule:
     def __init__(self, interval_steps: int, budget: float | None, *, measures_first: bool = True) -> None:
         self.interval_steps = interval_steps
         self.budget = budget
-        self.measuring_s = 0.0
-        """Extra time of all measured steps so far."""
-        self._last_step: int | None = None if measures_first else WARMUP_STEPS
         self._num_measured = 0
-        self._not_before = 0
+        self._measured_s = 0.0
+        self._reading_s = 0.0
+        self._may_skip = not measures_first
+        self.next_step = WARMUP_STEPS if measures_first else self._after(WARMUP_STEPS)
+        """No step before this one is due: a plain number, because the training loop looks at it on every step."""
         self._typical_s: deque[float] = deque(maxlen=TYPICAL_STEPS)
 
     @property
-    def next_step(self) -> int:
-        """No step before this one is due: what the training loop asks at every step, in no time."""
-        if self._last_step is None:
-            return WARMUP_STEPS
-        return max(self._last_step + self.interval_steps, self._not_before) if self.interval_steps else 1 << 62
+    def measuring_s(self) -> float:
+        """Extra time of all measured steps so far, over what a typical step takes by now."""
+        typical = list(self._typical_s)  # a copy: the background appends to it
+        longer_s = self._measured_s - self._num_measured * median(typical) if typical else 0.0
+        return max(0.0, longer_s) + self._reading_s
 
-    def is_warmup(self, num_steps: int) -> bool:
-        """Whether a run that has done so many steps is still warming up."""
-        return num_steps < WARMUP_STEPS
+    def inherit(self, other: Schedule) -> None:
+        """Go on from the schedule of another phase of the same run: what it spent is spent."""
+        self._num_measured, self._measured_s, self._reading_s = other._num_measured, other._measured_s, other._reading_s
+        self._typical_s = other._typical_s
+
+    def _after(self, step: int) -> int:
+        return step + self.interval_steps if self.interval_steps else 1 << 62
 
     def is_due(self, num_steps: int, run_s: float, own_s: float) -> bool:
         """Whether the next step should be measured.
@@ -52,25 +57,27 @@ class Schedule:
         """
         if num_steps < self.next_step:
             return False
-        if self._last_step is None or self.budget is None:
+        if not self._may_skip or self.budget is None:
             return True  # without a first measurement there is no number at all
         if self._fits(run_s, own_s):
             return True
-        self._not_before = num_steps + max(1, self.interval_steps // 10)  # asking at every step would cost, too
+        self.next_step = num_steps + max(1, self.interval_steps // 10)  # asking at every step would cost, too
         return False
 
     def _fits(self, run_s: float, own_s: float) -> bool:
         assert self.budget is not None
-        expected_s = self.measuring_s / max(1, self._num_measured)
-        return own_s + self.measuring_s + expected_s <= self.budget * run_s
+        measuring_s = self.measuring_s
+        expected_s = measuring_s / max(1, self._num_measured)
+        return own_s + measuring_s + expected_s <= self.budget * run_s
 
     def note_step(self, step_s: float) -> None:
-        """An ordinary step went by."""
+        """An ordinary step went by. Called from the background."""
         self._typical_s.append(step_s)
 
     def note_measured(self, num_steps: int, step_s: float, reading_s: float) -> None:
         """A measured step is done. `reading_s` is what it took to read the measurement afterwards."""
-        typical_s = median(self._typical_s) if self._typical_s else step_s
-        self.measuring_s += max(0.0, step_s - typical_s) + reading_s
+        self._measured_s += step_s
+        self._reading_s += reading_s
         self._num_measured += 1
-        self._last_step = num_steps
+        self._may_skip = True
+        self.next_step = self._after(num_steps)

@@ -9,7 +9,10 @@ from typing import Any
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.workloads import WorkloadReader
+from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
+
+_NAMES = (*PHASES, "pause")
 
 
 class StepTracker:
@@ -30,6 +33,7 @@ class StepTracker:
         event: Callable[..., None],
     ) -> None:
         self.clock = PhaseClock()
+        self._mark: Callable[[int], None] = self.clock.switch
         self.source: FlopSource | None = None
         self.workloads: WorkloadReader | None = None
         self.device_time: DeviceTime | None = None
@@ -42,28 +46,42 @@ class StepTracker:
         self._is_first = True
         self._evaluating_since_ns: int | None = None
 
+    def use_device(self, device_time: DeviceTime) -> None:
+        """Mark the phases on the device as well."""
+        self.device_time = device_time
+
+        def mark_both(phase: int) -> None:
+            self.clock.switch(phase)
+            device_time.mark(_NAMES[phase])
+
+        self._mark = mark_both
+
     def on_wait(self) -> None:
-        self.end_evaluation()
-        self._enter(DATA_WAIT, "data_wait")
+        if self._evaluating_since_ns is not None:
+            self.end_evaluation()
+        self._mark(DATA_WAIT)
 
     def on_batch(self) -> None:
-        self._enter(HOST_TO_DEVICE, "host_to_device")
+        self._mark(HOST_TO_DEVICE)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._is_first:
-            self._on_start()
-        self.end_evaluation()
-        self._enter(FORWARD, "forward")
+            self._begin()
+        if self._evaluating_since_ns is not None:
+            self.end_evaluation()
+        self._mark(FORWARD)
         self._has_forward = True
-        if self.workloads is None or self.source is None:
-            return
-        try:
-            if self._is_first:
-                self.source.note_autocast()
-            self._is_first = False
-            self.workloads.see(args, kwargs)
-        except Exception as error:  # noqa: BLE001 - an odd batch must not stop the forward pass
-            self._on_failure("reading the batch", error)
+        if self.workloads is not None:
+            try:
+                self.workloads.see(args, kwargs)
+            except Exception as error:  # noqa: BLE001 - an odd batch must not stop the forward pass
+                self._on_failure("reading the batch", error)
+
+    def _begin(self) -> None:
+        self._on_start()
+        if self.source is not None:
+            self.source.note_autocast()
+        self._is_first = False
 
     def on_forward_end(self) -> None:
         self.clock.switch(OTHER)  # no mark on the device: what the loss takes belongs to forward there
@@ -71,13 +89,13 @@ class StepTracker:
     def on_evaluation(self) -> None:
         if self._evaluating_since_ns is None and not self._is_first:  # before the first step it is start-up
             self._evaluating_since_ns = perf_counter_ns()
-            self._enter(PAUSE, "pause")
+            self._mark(PAUSE)
 
     def on_backward(self) -> None:
-        self._enter(BACKWARD, "backward")
+        self._mark(BACKWARD)
 
     def on_backward_end(self) -> None:
-        self._enter(OTHER, "other")
+        self._mark(OTHER)
         if self._has_stepped_in_backward:
             self._has_stepped_in_backward = False
             self._on_step()
@@ -86,7 +104,7 @@ class StepTracker:
         self._has_stepped_in_backward = True
 
     def on_optimizer(self) -> None:
-        self._enter(OPTIMIZER, "optimizer")
+        self._mark(OPTIMIZER)
 
     def on_optimizer_end(self) -> None:
         self.clock.switch(OTHER)
@@ -103,10 +121,6 @@ class StepTracker:
 
     def end_step(self) -> None:
         """The step is over: the next forward pass belongs to another."""
-        self.end_evaluation()
+        if self._evaluating_since_ns is not None:
+            self.end_evaluation()
         self._has_forward = False
-
-    def _enter(self, phase: int, name: str) -> None:
-        self.clock.switch(phase)
-        if self.device_time is not None:
-            self.device_time.mark(name)

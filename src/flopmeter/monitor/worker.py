@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from typing import Any
 
 from flopmeter.monitor.digest import Delivery
@@ -23,37 +23,60 @@ logger = logging.getLogger("flopmeter")
 
 MAX_QUEUED_STEPS = 10_000
 MAX_QUEUED_LOGS = 1_000
+FREE_LOGS = 500
+"""Logs that a sink gets whatever they cost: short runs are logged as asked."""
+NUM_BASICS = 4
+"""A log with no more than these metrics holds only loss, learning rate, epoch and step."""
+STEPS_AT_ONCE = 32
+"""Steps digested before the interpreter is offered to the training thread."""
 WAKE_S = 0.25
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
 CLOSE_TIMEOUT_S = 10.0
 
 
 class SinkThread:
-    """Runs one sink, so that a sink that hangs holds up nobody else."""
+    """Runs one sink, so that a sink that hangs holds up nobody else.
 
-    def __init__(self, name: str, context: SinkContext) -> None:
+    Args:
+        cpu_share: Share of one core that the sink's logs may take; beyond it, logs that are only basics are thinned.
+            None sends them all.
+    """
+
+    def __init__(self, name: str, context: SinkContext, cpu_share: float | None = None) -> None:
         self.name = name
         self.takes_every_step = takes_every_step(name)
         self.num_dropped = 0
+        self.num_thinned = 0
         self.cpu_s = 0.0
         self._context = context
-        self._queue: Queue[tuple[int, Mapping[str, float]] | None] = Queue(MAX_QUEUED_LOGS)
+        self._cpu_share = cpu_share
+        self._started_s = time.monotonic()
+        self._num_put = 0
+        self._num_taken = 0
+        self._queue: SimpleQueue[list[tuple[int, Mapping[str, float]]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"flopmeter-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, logs: list[tuple[int, Mapping[str, float]]]) -> None:
         """Hand over; drops when the sink is behind by too much."""
-        try:
-            self._queue.put_nowait((step, metrics))
-        except Full:
-            self.num_dropped += 1
+        taken = logs[: max(0, MAX_QUEUED_LOGS - (self._num_put - self._num_taken))]
+        self.num_dropped += len(logs) - len(taken)
+        self._num_put += len(taken)
+        self._queue.put(taken)
+
+    def has_time_for(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a log fits the sink's share of the CPU; one that holds details always does."""
+        if self._cpu_share is None or self._num_put < FREE_LOGS or len(metrics) > NUM_BASICS:
+            return True
+        cost_s = self.cpu_s / max(1, self._num_taken)
+        if (self._num_put + 1) * cost_s <= self._cpu_share * (time.monotonic() - self._started_s):
+            return True
+        self.num_thinned += 1
+        return False
 
     def close(self, timeout_s: float) -> bool:
         """Let the sink finish; False when it does not in time, and is then left behind."""
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except Full:
-            return False
+        self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -61,9 +84,12 @@ class SinkThread:
         sink: Sink | None = None
         try:
             sink = open_sink(self.name, self._context)
-            while (item := self._queue.get()) is not None:
-                sink.log(*item)
-                self.cpu_s = time.thread_time()
+            opening_s = time.thread_time()
+            while (logs := self._queue.get()) is not None:
+                for step, metrics in logs:
+                    sink.log(step, metrics)
+                    self._num_taken += 1
+                self.cpu_s = time.thread_time() - opening_s
         except Exception as error:  # noqa: BLE001 - a broken sink is switched off; the run goes on
             logger.warning("the sink %s is switched off: %s: %s", self.name, type(error).__name__, error)
             self._swallow()
@@ -74,8 +100,9 @@ class SinkThread:
                 logger.warning("the sink %s did not close: %s: %s", self.name, type(error).__name__, error)
 
     def _swallow(self) -> None:
-        while self._queue.get() is not None:
-            self.num_dropped += 1
+        while (logs := self._queue.get()) is not None:
+            self.num_dropped += len(logs)
+            self._num_taken += len(logs)
 
 
 class Worker:
@@ -85,6 +112,7 @@ class Worker:
         digest: Makes the run file's line of an item, and says what the sinks get of it.
         header: The run file's first line.
         sample: Gives the machine's state; called now and then. Must not raise.
+        sink_cpu_share: Share of one core that the logs of a sink may take; None sends all that are due.
     """
 
     def __init__(
@@ -98,13 +126,14 @@ class Worker:
         flush_every: int,
         flush_s: float,
         sample: Callable[[], Mapping[str, float]] | None = None,
+        sink_cpu_share: float | None = None,
     ) -> None:
         self.num_dropped = 0
         """Items lost because the queue was full."""
         self.cpu_s = 0.0
         """CPU time of this thread: it holds the interpreter while it works."""
         self._writer = writer
-        self._sinks = [SinkThread(name, context) for name in sink_names]
+        self._sinks = [SinkThread(name, context, sink_cpu_share) for name in sink_names]
         self._digest = digest
         self._flush_every = flush_every
         self._flush_s = flush_s
@@ -174,7 +203,7 @@ class Worker:
                 return
             self._wake.wait(WAKE_S)
 
-    def _deliver(self, item: Any) -> None:
+    def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> None:
         if isinstance(item, Mapping):
             self._writer.write(item)
             return
@@ -182,9 +211,15 @@ class Worker:
         self._writer.write(delivery.line)
         self._last_step = delivery.step
         for sink in self._sinks:
-            metrics = delivery.all_metrics if sink.takes_every_step else delivery.metrics
-            if metrics is not None and sink.name not in delivery.skipped_sinks:
-                sink.log(delivery.step, metrics)
+            if sink.takes_every_step:
+                if delivery.all_metrics is not None:
+                    logs[sink.name] = [(delivery.step, delivery.all_metrics)]  # who shows the present wants the newest
+            elif (
+                delivery.metrics is not None
+                and sink.name not in delivery.skipped_sinks
+                and sink.has_time_for(delivery.metrics)
+            ):
+                logs.setdefault(sink.name, []).append((delivery.step, delivery.metrics))
 
     def _take_sample(self) -> None:
         """Memory, power and the workers' CPU time, at a slow rate."""
@@ -193,22 +228,22 @@ class Worker:
             self._writer.write({"kind": "event", "event": "resources", "time": time.time(), "metrics": metrics})
             for sink in self._sinks:
                 if not sink.takes_every_step:
-                    sink.log(self._last_step, metrics)
+                    sink.log([(self._last_step, metrics)])
 
     def _work(self) -> int:
         """Digest what is queued; an item that cannot be digested costs only itself."""
         num_lines = 0
-        while self._queue:
+        logs: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
+        while self._queue and num_lines < self._flush_every:
+            item = self._queue.popleft()
             try:
-                item = self._queue.popleft()
-            except (IndexError, Empty):
-                break
-            try:
-                self._deliver(item)
-                num_lines += 1
+                self._deliver(item, logs)
             except Exception as error:  # noqa: BLE001 - one bad step must not end the record
                 logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
-            if num_lines >= self._flush_every:
-                break
-            time.sleep(0)  # lets the training thread have the interpreter at once, not after a switch interval
+            num_lines += 1
+            if num_lines % STEPS_AT_ONCE == 0:
+                time.sleep(0)  # lets the training thread have the interpreter at once, not after a switch interval
+        for sink in self._sinks:
+            if sink.name in logs:
+                sink.log(logs[sink.name])
         return num_lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ _VALUES_MATTER = (
     "attention_mask", "position_ids", "image_grid_thw", "video_grid_thw", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
     "decoder_attention_mask", "decoder_position_ids",
 )  # fmt: skip
+_MASK_ONLY = ("attention_mask",)
 MAX_SHAPES = 512
 
 
@@ -24,12 +25,24 @@ class Lengths(NamedTuple):
     """The lengths; on a CPU the mask itself, to be summed in the background."""
     padded_to: int
     needs: Needs
+    version: int
+    """Version of the tensor when it was seen: one that was written over since says nothing of this step."""
 
-    def resolve(self) -> Workload:
-        """Read it."""
+    def resolve(self) -> Workload | None:
+        """Read it; None when the mask is no longer the one that was seen."""
         lengths = self.tensor.sum(1) if self.tensor.dim() == 2 else self.tensor
-        return Workload.of_lengths(lengths.tolist(), self.padded_to, needs=self.needs)
+        key = (self.needs, self.padded_to, *lengths.tolist())
+        if self.tensor._version != self.version:
+            return None
+        known = _by_lengths.get(key)
+        if known is None:
+            if len(_by_lengths) >= MAX_SHAPES:
+                _by_lengths.clear()
+            known = _by_lengths[key] = Workload.of_lengths(key[2:], self.padded_to, needs=self.needs)
+        return known
 
+
+_by_lengths: dict[tuple[Any, ...], Workload] = {}
 
 Seen = Workload | Lengths | LateWorkload
 
@@ -43,29 +56,38 @@ class WorkloadReader:
 
     def __init__(self, needs: Needs) -> None:
         self._needs = needs
+        self._telling: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._by_shape: dict[tuple[Any, ...], Workload] = {}
         self._seen: list[Seen] = []
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A micro-batch goes into the model."""
-        telling = [name for name in _VALUES_MATTER if kwargs.get(name) is not None]
-        if telling:
-            self._seen.append(self._late(telling, kwargs))
-            return
+        names = tuple(kwargs)
+        telling = self._telling.get(names)
+        if telling is None:
+            telling = self._telling[names] = tuple(name for name in _VALUES_MATTER if name in kwargs)
+        if telling == _MASK_ONLY and kwargs["attention_mask"] is not None:
+            self._seen.append(self._masked(kwargs["attention_mask"], kwargs))
+        elif telling and any(kwargs[name] is not None for name in telling):
+            self._seen.append(self._late(kwargs))
+        else:
+            self._seen.append(self._of_shapes(args, kwargs))
+
+    def _of_shapes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Workload:
         key = tuple([value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
         known = self._by_shape.get(key)
         if known is None:
             known = late_workload(kwargs or args, self._needs).resolve({})
             if len(self._by_shape) < MAX_SHAPES:
                 self._by_shape[key] = known
-        self._seen.append(known)
+        return known
 
-    def _late(self, telling: list[str], kwargs: Mapping[str, Any]) -> Seen:
-        mask = kwargs.get("attention_mask")
+    def _masked(self, mask: Any, kwargs: Mapping[str, Any]) -> Seen:
         ids = kwargs.get("input_ids")
-        is_plain = telling == ["attention_mask"] and not self._needs.has_decoder
-        if is_plain and isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor) and mask.shape == ids.shape:
-            return self._lengths(mask)
+        is_plain = isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor) and mask.shape == ids.shape
+        return self._lengths(mask) if is_plain and not self._needs.has_decoder else self._late(kwargs)
+
+    def _late(self, kwargs: Mapping[str, Any]) -> Seen:
         late = late_workload(kwargs, self._needs)
         return replace(late, unread={name: to_host(value) for name, value in late.unread.items()})
 
@@ -75,8 +97,8 @@ class WorkloadReader:
             self._seen = [self._lengths(mask)]
 
     def _lengths(self, mask: torch.Tensor) -> Lengths:
-        tensor = mask if mask.device.type == "cpu" else to_host(mask.sum(1))
-        return Lengths(tensor, mask.shape[1], self._needs)
+        tensor = mask if mask.is_cpu else to_host(mask.sum(1))
+        return Lengths(tensor, mask.shape[1], self._needs, tensor._version)
 
     def take(self) -> list[Seen]:
         """What was seen since the last call."""
@@ -84,16 +106,21 @@ class WorkloadReader:
         return seen
 
 
-def resolve(seen: list[Seen]) -> Workload:
-    """The step's workload. Reads what is on the device: call it when the device has caught up."""
+def resolve(seen: Sequence[Seen]) -> Workload | None:
+    """The step's workload; None when it is not known. Reads the device: call it when that has caught up."""
     total: Workload | None = None
     for item in seen:
-        if isinstance(item, LateWorkload):
-            item = item.resolve({name: float(value) for name, value in item.unread.items()})
+        known: Workload | None
+        if isinstance(item, Workload):
+            known = item
         elif isinstance(item, Lengths):
-            item = item.resolve()
-        total = item if total is None else total + item
-    return total if total is not None else Workload()
+            known = item.resolve()
+        else:
+            known = item.resolve({name: float(value) for name, value in item.unread.items()})
+        if known is None:
+            return None
+        total = known if total is None else total + known
+    return total
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 logger = logging.getLogger("flopmeter")
 
 MAX_PENDING_BYTES = 8 << 20
+_encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 class RunWriter:
@@ -86,10 +89,12 @@ class RunWriter:
 def encode(line: Mapping[str, Any]) -> bytes:
     """One line of strict JSON; NaN and the infinities, which JSON lacks, become strings that the reader knows."""
     try:
-        text = json.dumps(line, allow_nan=False, separators=(",", ":"), default=str)
-    except (ValueError, TypeError, RecursionError):
-        text = json.dumps(_strict(line), allow_nan=False, separators=(",", ":"), default=str)
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+        data = _encoder.encode(line)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        data = b"null"
+    if b"null" in data:  # what the encoder makes of NaN, and of None: look closer
+        data = json.dumps(_strict(line), allow_nan=False, separators=(",", ":"), default=str).encode()
+    return data + b"\n"
 
 
 def _strict(value: Any, depth: int = 0) -> Any:

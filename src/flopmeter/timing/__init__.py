@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -12,6 +12,8 @@ from flopmeter.schema import PHASES
 DATA_WAIT, HOST_TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
 PAUSE = len(PHASES)
 """Time between steps, taken out of them."""
+MAX_MARKS = 4096
+"""Numbers that a step may note before they are added up on the spot."""
 
 
 class StepTime(NamedTuple):
@@ -28,45 +30,44 @@ class StepTime(NamedTuple):
 class PhaseClock:
     """Splits wall time into phases and steps: every moment belongs to exactly one phase.
 
+    A change of phase is noted as two numbers, the clock and the phase that begins; `split` does the sums elsewhere.
+
     Args:
         now_ns: The clock; tests pass a fake one.
     """
 
-    __slots__ = ("_is_started", "_mark_ns", "_now_ns", "_phase", "_totals_ns")
+    __slots__ = ("_is_started", "_marks", "_now_ns")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._now_ns = now_ns
-        self._totals_ns = [0] * (PAUSE + 1)
-        self._phase = OTHER
-        self._mark_ns = now_ns()
+        self._marks = [now_ns(), OTHER]
         self._is_started = False
 
     def start(self) -> None:
         """Begin the first step; a second call does nothing."""
         if not self._is_started:
             self._is_started = True
-            self._mark_ns = self._now_ns()
+            self._marks[-2] = self._now_ns()
 
-    def switch(self, phase: int) -> int:
-        """Let another phase begin; returns the one that ended. The hot path: no allocation but the clock's number."""
-        now_ns = self._now_ns()
-        ended = self._phase
-        self._totals_ns[ended] += now_ns - self._mark_ns
-        self._mark_ns = now_ns
-        self._phase = phase
-        return ended
+    def switch(self, phase: int) -> None:
+        """Let another phase begin. The hot path."""
+        marks = self._marks
+        marks += (self._now_ns(), phase)
+        if len(marks) > MAX_MARKS:
+            self._marks = _shortened(marks)
 
-    def end_step(self) -> StepTime:
-        """Close the step; the phase that runs goes on into the next one."""
-        self.switch(self._phase)
-        phase_ns = tuple(self._totals_ns[:PAUSE])
-        self._totals_ns = [0] * (PAUSE + 1)
-        return StepTime(sum(phase_ns), phase_ns, self._mark_ns)
+    def take(self) -> list[int]:
+        """Close the step and give its marks, for `split`; the phase that runs goes on into the next one."""
+        now_ns, marks = self._now_ns(), self._marks
+        self._marks = [now_ns, marks[-1]]
+        marks.append(now_ns)
+        return marks
 
     @contextmanager
     def phase(self, phase: int) -> Iterator[None]:
         """Time a part of the code as a phase; what is inside another phase is taken out of that one."""
-        outer = self.switch(phase)
+        outer = self._marks[-1]
+        self.switch(phase)
         try:
             yield
         finally:
@@ -75,11 +76,33 @@ class PhaseClock:
     @contextmanager
     def pause(self) -> Iterator[Callable[[], float]]:
         """Take time out of the step; yields a function that gives the seconds of the pause once it is over."""
-        outer = self.switch(PAUSE)
-        start_ns = self._mark_ns
-        end_ns = start_ns
+        outer = self._marks[-1]
+        self.switch(PAUSE)
+        start_ns = end_ns = self._marks[-2]
         try:
             yield lambda: (end_ns - start_ns) / 1e9
         finally:
             self.switch(outer)
-            end_ns = self._mark_ns
+            end_ns = self._marks[-2]
+
+
+def split(marks: Sequence[int]) -> StepTime:
+    """Time by phase, from the marks of one step: clock, phase, clock, phase, ..., clock."""
+    totals_ns = [0] * (PAUSE + 1)
+    for at in range(0, len(marks) - 2, 2):
+        totals_ns[marks[at + 1]] += marks[at + 2] - marks[at]
+    phase_ns = tuple(totals_ns[:PAUSE])
+    return StepTime(sum(phase_ns), phase_ns, marks[-1])
+
+
+def _shortened(marks: list[int]) -> list[int]:
+    """The same step in a few marks, as if each phase had run once: a loop that never steps must not fill the memory."""
+    totals_ns = [0] * (PAUSE + 1)
+    for at in range(0, len(marks) - 3, 2):
+        totals_ns[marks[at + 1]] += marks[at + 2] - marks[at]
+    result: list[int] = []
+    now_ns = marks[0]
+    for phase, total_ns in enumerate(totals_ns):
+        result += (now_ns, phase)
+        now_ns += total_ns
+    return [*result, *marks[-2:]]

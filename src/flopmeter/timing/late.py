@@ -30,9 +30,9 @@ class LateNumbers:
         """Copy a number, whether it is a float or a tensor of one element on any device, without waiting for it."""
         if not isinstance(value, torch.Tensor):
             return float(value)
-        if value.device.type == "cpu":
+        if value.is_cpu:
             return value.item()  # nothing to wait for
-        if value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():
             return math.nan
         slots = self._slots.get(value.device)
         if slots is None:

@@ -1,0 +1,65 @@
+"""How long did Python's garbage collector hold up the training? Its collections lie inside steps, where no hook sees them.
+
+watch = GarbageWatch()
+watch.start()
+...
+watch.take()        # Collections(num=3, duration_s=0.12, longest_s=0.05), and begins anew
+watch.close()
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+
+class Collections(NamedTuple):
+    """Garbage collections of a stretch of time."""
+
+    num: int
+    duration_s: float
+    longest_s: float
+
+
+class GarbageWatch:
+    """Adds up collections, on whichever thread they run: all threads stand still meanwhile.
+
+    Args:
+        now_ns: The clock; tests pass a fake one.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
+        self._now_ns = now_ns
+        self._start_ns: int | None = None
+        self._num = self._total_ns = self._longest_ns = 0
+
+    def start(self) -> None:
+        """Begin to listen."""
+        if self.on_collection not in gc.callbacks:
+            gc.callbacks.append(self.on_collection)
+
+    def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+        if self.on_collection in gc.callbacks:
+            gc.callbacks.remove(self.on_collection)
+
+    def on_collection(self, phase: str, info: Mapping[str, Any]) -> None:
+        """What the collector calls before and after its work."""
+        if phase == "start":
+            self._start_ns = self._now_ns()
+        elif self._start_ns is not None:
+            lasted_ns = self._now_ns() - self._start_ns
+            self._start_ns = None
+            self._num += 1
+            self._total_ns += lasted_ns
+            self._longest_ns = max(self._longest_ns, lasted_ns)
+
+    def take(self) -> Collections | None:
+        """What came together since the last time; None when nothing was collected."""
+        if not self._num:
+            return None
+        taken = Collections(self._num, self._total_ns / 1e9, self._longest_ns / 1e9)
+        self._num = self._total_ns = self._longest_ns = 0
+        return taken

@@ -1,0 +1,111 @@
+"""When may a step be profiled, and did the last profile leave the run slower?
+
+The first sample waits until enough ordinary steps have gone by to know what is typical; after that one is taken at
+long intervals, and one when the run became slower, as far as the overhead budget allows. On CUDA the tracer stays
+attached after a sample and may slow the rest of the run, so the steps after each sample are held against those before
+it: where they are slower, no other sample is taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+TYPICAL_STEPS = 20
+"""Ordinary steps whose median says what is typical, before and after a sample."""
+MAX_SLOWDOWN = 1.1
+"""After-effects that were reported are 10-20 %; less is not told from noise by twenty steps."""
+NEVER = 1 << 62
+
+
+class AfterEffect(NamedTuple):
+    """A sample left the run slower."""
+
+    before_s: float
+    after_s: float
+
+
+class SamplingPlan:
+    """Decides which steps are sampled.
+
+    `note_step` is called in the background; `next_step`, `is_due` and `note_sampled` on the training thread.
+
+    Args:
+        interval_steps: Steps from one sample to the next; 0 = only the first.
+        budget: Share of the run's time that may be spent.
+    """
+
+    def __init__(self, interval_steps: int, budget: float) -> None:
+        self.next_step = NEVER
+        """No step before this one is due: what the training loop asks at every step, in no time."""
+        self.spent_s = 0.0
+        """Extra time of all samples so far."""
+        self.typical_s: float | None = None
+        """Median of the ordinary steps before the last sample."""
+        self._interval_steps = interval_steps
+        self._budget = budget
+        self._recent: deque[float] = deque(maxlen=TYPICAL_STEPS)
+        self._before: tuple[float, ...] = ()
+        self._num_samples = 0
+        self._is_stopped = False
+
+    def note_step(self, step_s: float) -> AfterEffect | None:
+        """An ordinary step went by; tells once, when enough have, whether they are slower than before the sample."""
+        self._recent.append(step_s)
+        if self._is_stopped or len(self._recent) < TYPICAL_STEPS:
+            return None
+        if self._before:
+            before, self._before = self._before, ()
+            if is_slower(before, self._recent):
+                self.stop()
+                return AfterEffect(median(before), median(self._recent))
+        if not self._num_samples:
+            self.next_step = 0
+        return None
+
+    def ask(self) -> None:
+        """Something has changed: sample as soon as the budget allows."""
+        if not self._is_stopped and self._num_samples:
+            self.next_step = 0
+
+    def stop(self) -> None:
+        """No more samples in this run."""
+        self._is_stopped = True
+        self.next_step = NEVER
+
+    def is_due(self, num_steps: int, run_s: float, spent_s: float) -> bool:
+        """Whether the next step should be sampled.
+
+        Args:
+            num_steps: Steps done so far.
+            run_s: Age of the run.
+            spent_s: What the monitor has used for everything, samples included.
+        """
+        if self._is_stopped or num_steps < self.next_step:
+            return False
+        if not self._num_samples:
+            return True  # without one there is no split at all
+        expected_s = self.spent_s / self._num_samples
+        if spent_s + expected_s <= self._budget * run_s:
+            return True
+        self.next_step = num_steps + TYPICAL_STEPS
+        return False
+
+    def note_sampled(self, num_steps: int, step_s: float, reading_s: float) -> None:
+        """A sampled step is done. `reading_s` is what starting, stopping and reducing took."""
+        self._before = tuple(self._recent)
+        self.typical_s = median(self._before) if self._before else None
+        self._recent.clear()
+        self.spent_s += max(0.0, step_s - (self.typical_s or step_s)) + reading_s
+        self._num_samples += 1
+        self.next_step = num_steps + self._interval_steps if self._interval_steps else NEVER
+
+
+def is_slower(before_s: Sequence[float], after_s: Sequence[float]) -> bool:
+    """Whether steps got slower by more than their own scatter explains."""
+    typical_s = median(before_s)
+    scatter_s = median(abs(step_s - typical_s) for step_s in before_s)
+    excess_s = median(after_s) - typical_s
+    return excess_s > (MAX_SLOWDOWN - 1) * typical_s and excess_s > 2 * scatter_s
