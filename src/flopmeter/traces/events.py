@@ -1,0 +1,220 @@
+"""Which events does a trace hold? They are split off the text in batches, with no parser of our own in the way.
+
+A Kineto or Chrome trace is `{..., "traceEvents": [{...}, {...}], ...}` or the bare list. Text is gathered up to the
+last `}, {`, and what lies before it is handed to msgspec as one list. When that decodes, the cut was between two
+events, whatever was in them: a JSON reader that has read whole values is at their level again. When it does not (the
+cut was inside an event, or something is damaged), the standard library reads that stretch event by event, leaves out
+what is damaged and counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from flopmeter.errors import TraceError
+from flopmeter.traces.text import as_size
+
+MAX_EVENT_BYTES = 16 << 20
+"""Most text of one event, and of what stands before the list of events."""
+
+_LIST = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BARE_LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_BETWEEN_TEXT = re.compile(r"\}\s*,\s*(?=\{)")
+_FILLING = re.compile(r"[\s,]*")
+_SEARCH_BYTES = 1 << 14
+_NEARLY_END = 16
+"""An error this close to the end of the text at hand may be that end."""
+
+
+class Args(msgspec.Struct, gc=False):
+    """The arguments of an event that we use."""
+
+    correlation: int | float | str | None = None
+    """Joins a kernel with the call that launched it."""
+    device: int | float | str | None = None
+    sequence: int | float | str | None = msgspec.field(default=None, name="Sequence number")
+    """Of the autograd node that the operator makes, or that it is the gradient of."""
+    forward_thread: int | float | str | None = msgspec.field(default=None, name="Fwd thread id")
+    """0 for an operator that makes a node, another number for its gradient."""
+    shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
+    dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event; times are microseconds."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    tid: int | float | str | None = None
+    args: Args | None = None
+
+
+class Head(msgspec.Struct):
+    """What a trace says of itself beside its events; none of it is certain to be there or of the right type."""
+
+    device_properties: Any = msgspec.field(default=None, name="deviceProperties")
+    distributed: Any = msgspec.field(default=None, name="distributedInfo")
+    base_time_ns: Any = msgspec.field(default=None, name="baseTimeNanoseconds")
+
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+_batch_decoder = msgspec.json.Decoder(list[Event], strict=False)
+_event_decoder = msgspec.json.Decoder(Event, strict=False)
+_head_decoder = msgspec.json.Decoder(Head)
+_scanner = json.JSONDecoder(strict=False)
+
+
+class EventReader:
+    """Batches of events from the text of a trace; iterate once, then read `head` and `problems`."""
+
+    def __init__(self, text: Iterable[bytes], name: str) -> None:
+        self.head = Head()
+        self.problems: list[str] = []
+        """What could not be read, in a few words each."""
+        self.num_damaged = 0
+        """Stretches of text that are no events and were left out."""
+        self._name = name
+        self._text = iter(text)
+        self._buffer = b""
+        self._is_over = False
+        """Whether the text has no more pieces."""
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        self._find_list()
+        is_closed = False
+        while not is_closed:
+            batch = self._fast_batch()
+            if batch is None:
+                batch, is_closed = self._careful_batch()
+                if not is_closed and not batch and self._is_over:
+                    break
+            yield batch
+            if not is_closed:
+                self._more()
+        self._finish(is_closed)
+
+    def _more(self) -> bool:
+        """Add one piece to the buffer; False when there is none."""
+        piece = next(self._text, None)
+        self._is_over = piece is None
+        self._buffer += piece or b""
+        if len(self._buffer) > MAX_EVENT_BYTES:
+            raise TraceError(f"{self._name} has an event of more than {as_size(MAX_EVENT_BYTES)}: not a profiler trace")
+        return not self._is_over
+
+    def _find_list(self) -> None:
+        while self._more():
+            if match := _BARE_LIST.match(self._buffer):
+                self._buffer = self._buffer[match.end() :]
+                return
+            if match := _LIST.search(self._buffer):
+                self._read_head(self._buffer[: match.start()] + b'"":0}')
+                self._buffer = self._buffer[match.end() :]
+                return
+        raise TraceError(
+            f"{self._name} is not a profiler trace: it has no list of events (traceEvents); export one with "
+            "torch.profiler's export_chrome_trace"
+        )
+
+    def _read_head(self, text: bytes) -> None:
+        try:
+            self.head = _head_decoder.decode(text)
+        except _UNREADABLE:
+            self.problems.append("what stands before its events is damaged, so its device and rank are unknown")
+
+    def _fast_batch(self) -> list[Event] | None:
+        cut = _last(_BETWEEN, self._buffer)
+        if cut is None:
+            return None
+        try:
+            batch = _batch_decoder.decode(b"[" + self._buffer[: cut.start() + 1] + b"]")
+        except _UNREADABLE:
+            return None
+        self._buffer = self._buffer[cut.end() - 1 :]
+        return batch
+
+    def _careful_batch(self) -> tuple[list[Event], bool]:
+        """Events one by one, and whether the list was closed; an event that may go on is left in the buffer."""
+        # Latin-1 gives each byte a character, so positions in both are the same; JSON's own signs are ASCII.
+        text, position, batch = self._buffer.decode("latin-1"), 0, []
+        while (position := _end(_FILLING, text, position)) < len(text) and text[position] != "]":
+            try:
+                value, end = _scanner.raw_decode(text, position)
+            except (ValueError, RecursionError) as error:
+                if _may_go_on(error, text):
+                    position = len(text) if self._is_over else position  # what is cut off at the end is lost
+                    break
+                self.num_damaged += 1
+                position = _end(_BETWEEN_TEXT, text, max(position + 1, getattr(error, "pos", 0)), or_else=len(text))
+                continue
+            event = self._event(self._buffer[position:end], value)
+            batch += [] if event is None else [event]
+            position = end
+        is_closed = position < len(text) and text[position] == "]"
+        self._buffer = self._buffer[position + is_closed :]
+        return batch, is_closed
+
+    def _event(self, raw: bytes, value: Any) -> Event | None:
+        """The bytes are tried first: `value` was read as Latin-1, so its names may be off where they are not ASCII."""
+        try:
+            return _event_decoder.decode(raw)
+        except _UNREADABLE:
+            pass
+        try:
+            return msgspec.convert(value, Event, strict=False)
+        except _UNREADABLE:
+            self.num_damaged += 1
+            return None
+
+    def _finish(self, is_closed: bool) -> None:
+        if self.num_damaged:
+            self.problems.append(f"{self.num_damaged} stretches of it are damaged and left out")
+        if not is_closed:
+            self.problems.append("its list of events is not closed: the file is cut off")
+            return
+        while len(self._buffer) < _SEARCH_BYTES and self._more():
+            continue
+        tail = self._buffer.strip()
+        if not tail.startswith(b","):
+            return
+        try:
+            found = _head_decoder.decode(b'{"":0' + tail)
+        except _UNREADABLE:
+            self.problems.append("what follows its list of events cannot be read")
+            return
+        for field in Head.__struct_fields__:
+            setattr(self.head, field, getattr(self.head, field) or getattr(found, field))
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
+    """The last match; near the end first, where it nearly always is."""
+    for start in (max(0, len(text) - _SEARCH_BYTES), 0):
+        if found := deque(pattern.finditer(text, start), maxlen=1):
+            return found[0]
+    return None
+
+
+def _end(pattern: re.Pattern[str], text: str, position: int, or_else: int | None = None) -> int:
+    match = pattern.match(text, position) if or_else is None else pattern.search(text, position)
+    if match is not None:
+        return match.end()
+    assert or_else is not None
+    return or_else
+
+
+def _may_go_on(error: Exception, text: str) -> bool:
+    """Whether what failed may only lack the text that comes next."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEARLY_END

@@ -1,0 +1,210 @@
+"""What does the trace of one rank say?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flopmeter.errors import FlopmeterError, TraceError
+from flopmeter.metrics import utilisation
+from flopmeter.traces.counting import Counting, StepFlop, count
+from flopmeter.traces.events import EventReader, Head
+from flopmeter.traces.facts import find_facts, top_kernels
+from flopmeter.traces.host import Host
+from flopmeter.traces.kernels import Work
+from flopmeter.traces.placement import Placement, place
+from flopmeter.traces.steps import StepTime, find_windows, split
+from flopmeter.traces.text import Progress, TraceText
+from flopmeter.traces.timeline import MAX_EVENTS, Collector, Timeline
+
+if TYPE_CHECKING:
+    from flopmeter.devices import Peak
+
+MIN_COVERAGE = 0.97
+"""Below this share of the matrix work that was counted, MFU is not given."""
+MANY_LOST = 0.05
+"""Share of idle time with work in the queue from which on it is worth a note."""
+
+CPU = "the CPU of the trace"
+_NO_CPU_PEAK = "a trace does not say which CPU it is of: give its peak with --peak (peak_flop_per_s in Python)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrace:
+    """One file: the steps of one rank, and what they were made of."""
+
+    path: Path
+    rank: int | None
+    """As the trace says; None when it does not."""
+    world_size: int | None
+    device: str
+    """Name of the accelerator, or `CPU`."""
+    is_cpu: bool
+    """Whether no kernel was recorded, so that operators are the work."""
+    origin_us: float
+    """Unix time of the trace's zero, in microseconds."""
+    num_events: int
+    times: tuple[StepTime, ...]
+    flops: tuple[StepFlop, ...]
+    """One for each of `times`."""
+    counting: Counting
+    peaks: Mapping[str, Peak] = field(default_factory=dict)
+    """Peak by dtype, for the dtypes that did work."""
+    mfu_reason: str = ""
+    """Why there is no MFU; empty when there is."""
+    top: tuple[tuple[str, float, int], ...] = ()
+    """The longest kernels of all steps: name, seconds, calls."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the steps showed besides: see the event `facts` of a run."""
+    notes: tuple[str, ...] = ()
+    """What is missing or uncertain, one sentence each."""
+
+    def mfu(self, flop: Mapping[str, float], seconds: float) -> float | None:
+        """FLOPs over what the device could have done in the time; None for `mfu_reason`."""
+        peaks = {dtype: peak.flop_per_s for dtype, peak in self.peaks.items()}
+        return None if self.mfu_reason else utilisation(flop, peaks, seconds)
+
+
+def read_timeline(
+    path: Path, *, max_text_bytes: int | None = None, on_progress: Progress | None = None
+) -> tuple[Timeline, Head, list[str]]:
+    """What is kept of a file, what it says of itself, and what could not be read.
+
+    Raises:
+        TraceError: it is missing, not a trace, or holds more than it may.
+    """
+    text = TraceText(path, max_text_bytes=max_text_bytes, on_progress=on_progress)
+    reader, collector = EventReader(text, str(path)), Collector()
+    problems = []
+    for batch in reader:
+        collector.take(batch)
+        if collector.is_full:
+            problems.append(f"it has more than {MAX_EVENTS:,} events: the rest is not read")
+            break
+    timeline = collector.timeline
+    problems += [text.problem] if text.problem else []
+    problems += reader.problems
+    if timeline.num_unsound:
+        problems.append(f"{timeline.num_unsound} events have impossible times and are left out")
+    return timeline, reader.head, problems
+
+
+def read_rank(
+    path: Path,
+    *,
+    peak_flop_per_s: float | None = None,
+    max_text_bytes: int | None = None,
+    on_progress: Progress | None = None,
+) -> RankTrace:
+    """Read and analyse one file.
+
+    Raises:
+        TraceError: nothing can be said about it.
+    """
+    timeline, head, problems = read_timeline(path, max_text_bytes=max_text_bytes, on_progress=on_progress)
+    host = Host(timeline)
+    placed = place(timeline, host)
+    windows = find_windows(timeline, placed)
+    if not windows:
+        missing = f" ({'; '.join(problems)})" if problems else ""
+        raise TraceError(f"{path} has no kernel and no operator, so there is nothing to tell{missing}")
+    is_cpu = not len(timeline.device_events)
+    device = CPU if is_cpu else _device_name(head, timeline)
+    counting = count(timeline, placed, host, windows)
+    peaks, reason = _peaks(device, counting, timeline, peak_flop_per_s)
+    times = tuple(split(windows, placed, host))
+    rank, world_size = _distributed(head)
+    return RankTrace(
+        path=path,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        is_cpu=is_cpu,
+        origin_us=_number(head.base_time_ns) / 1e3,
+        num_events=timeline.num_events,
+        times=times,
+        flops=tuple(counting.steps),
+        counting=counting,
+        peaks=peaks,
+        mfu_reason=reason,
+        top=top_kernels(timeline, windows),
+        facts=find_facts(timeline, windows, times, counting, is_cpu),
+        notes=(*problems, *_notes(timeline, times, counting, placed)),
+    )
+
+
+def _device_name(head: Head, timeline: Timeline) -> str:
+    rows = head.device_properties if isinstance(head.device_properties, list) else []
+    named = {str(row.get("id")): str(row.get("name")) for row in rows if isinstance(row, dict) and row.get("name")}
+    used = [named[str(key)] for key in timeline.device_ids if str(key) in named]
+    return (used or list(named.values()) or ["an unnamed device"])[0]
+
+
+def _distributed(head: Head) -> tuple[int | None, int | None]:
+    info = head.distributed if isinstance(head.distributed, dict) else {}
+    found = [info.get(key) for key in ("rank", "world_size")]
+    rank, world_size = (n if isinstance(n, int) and 0 <= n < 1 << 31 else None for n in found)
+    return rank, world_size or None
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return number if 0 <= number < 1e19 else 0.0
+
+
+def _peaks(device: str, counting: Counting, timeline: Timeline, stated: float | None) -> tuple[dict[str, Peak], str]:
+    """Peaks of the dtypes that did work, and why MFU cannot be told."""
+    dtypes = sorted({dtype for step in counting.steps for dtype in (*step.model, *step.hardware)})
+    peaks: dict[str, Peak] = {}
+    reason = _why_no_flop(counting, timeline, dtypes)
+    if not dtypes:
+        return peaks, reason
+    from flopmeter.devices import peak_flops
+
+    for dtype in dtypes:
+        try:
+            peaks[dtype] = peak_flops(device, dtype, peak_flop_per_s=stated)
+        except FlopmeterError as error:
+            reason = reason or (_NO_CPU_PEAK if device == CPU else str(error))
+    return peaks, reason
+
+
+def _why_no_flop(counting: Counting, timeline: Timeline, dtypes: list[str]) -> str:
+    if timeline.operators and all(operator.flop is None for operator in timeline.operators):
+        return "the trace has no shapes: record it with record_shapes=True"
+    if not dtypes:
+        return "no operator with a FLOP formula was recorded in its steps"
+    if counting.coverage is not None and counting.coverage < MIN_COVERAGE:
+        lost = ", ".join(sorted(counting.uncounted)[:4]) or "kernels that no recorded operator launched"
+        return f"shapes tell only {counting.coverage:.1%} of the matrix work (by time); not told: {lost}"
+    return ""
+
+
+def _notes(timeline: Timeline, times: tuple[StepTime, ...], counting: Counting, placed: Placement) -> list[str]:
+    notes = []
+    if not timeline.steps and not timeline.device_steps:
+        notes.append("it has no ProfilerStep, so all of it is taken as one step: call profiler.step() in the loop")
+    num_empty = len(timeline.steps or timeline.device_steps) - len(times)
+    if num_empty > 0:
+        notes.append(f"{num_empty} of its steps are left out: nothing is known to have run in them")
+    if len(timeline.device_ids) > 1:
+        notes.append(f"{len(timeline.device_ids)} devices share it and are shown as one: busy if any of them is")
+    if counting.has_flags_lost:
+        notes.append("whether attention was causal is not recorded, so every query-key pair counts")
+    if counting.steps and sum(step.by_phase.get("recompute", 0.0) for step in counting.steps) > 0:
+        notes.append("recomputation is told by gradients being on in the backward pass, as with create_graph=True")
+    idle_s, all_s = sum(time.other_idle_s for time in times), sum(time.step_s for time in times)
+    if len(timeline.device_events) and idle_s > MANY_LOST * all_s:
+        notes.append(
+            f"for {idle_s / all_s:.1%} of the time the device was idle with work in its queue: it waited for another "
+            "stream or rank, or ran what the profiler did not record"
+        )
+    num_orphans = sum(thread < 0 and work != Work.DATA for thread, work in zip(placed.thread, placed.work, strict=True))
+    if num_orphans:
+        notes.append(f"{num_orphans} kernels and copies have no recorded launch, so their phase is unknown")
+    return notes

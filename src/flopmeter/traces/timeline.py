@@ -1,0 +1,299 @@
+"""What of a trace is kept? A few numbers for each event that tells where time went, in columns; the text is let go.
+
+About 100 bytes are held for an event that is kept, against some 300 of its text; flows, counters, stacks and queries
+are not kept.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any
+
+from flopmeter.flops.formulas import Formula, find
+from flopmeter.traces.events import Event
+from flopmeter.traces.kernels import work_of
+from flopmeter.traces.operators import Operator
+
+MAX_EVENTS = 20_000_000
+"""Most events that are kept; about 2 GB."""
+
+_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
+_FETCH = re.compile(r"enumerate\(DataLoader\)|dataloader_next|DataLoaderIter\.__next__", re.IGNORECASE)
+_CANNOT_LAUNCH = re.compile(
+    r"Query|Occupancy|Attribute|Capturing|CaptureInfo|LastError|Synchronize|WaitEvent|EventRecord|EventCreate"
+    r"|Malloc|Free|HostAlloc|Priority|GetDevice|DriverGet|Pointer"
+)
+_WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize$")
+_CATEGORIES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Operator": "cpu_op"}
+"""How the first versions of Kineto called them."""
+
+
+class Role(IntEnum):
+    """What an operator or annotation on the host tells about the time that it covers."""
+
+    NONE = 0
+    OPERATOR = 1
+    NODE = 2
+    """A node of the backward pass: `autograd::engine::evaluate_function`."""
+    STEP = 3
+    OPTIMIZER = 4
+    FETCH = 5
+
+
+class Effect(IntEnum):
+    """What a call of the runtime may do."""
+
+    NONE = 0
+    LAUNCHES = 1
+    WAITS = 2
+
+
+_NONE, _OPERATOR, _LAUNCHES = Role.NONE, Role.OPERATOR, Effect.LAUNCHES  # an enum's members are slow to name
+
+
+@dataclass(slots=True)
+class DeviceEvents:
+    """Kernels and copies, one entry each."""
+
+    start_us: array[float] = field(default_factory=lambda: array("d"))
+    end_us: array[float] = field(default_factory=lambda: array("d"))
+    work: array[int] = field(default_factory=lambda: array("b"))
+    """`Work` as the name alone tells it."""
+    name: array[int] = field(default_factory=lambda: array("l"))
+    """Position in `Timeline.kernel_names`."""
+    correlation: array[int] = field(default_factory=lambda: array("q"))
+    """The call that launched it; -1 when the trace does not say."""
+
+    def __len__(self) -> int:
+        return len(self.start_us)
+
+
+@dataclass(slots=True)
+class Spans:
+    """Stretches of host time, one entry each."""
+
+    start_us: array[float] = field(default_factory=lambda: array("d"))
+    end_us: array[float] = field(default_factory=lambda: array("d"))
+    thread: array[int] = field(default_factory=lambda: array("l"))
+    """Position in `Timeline.threads`."""
+
+    def __len__(self) -> int:
+        return len(self.start_us)
+
+    def add(self, start_us: float, end_us: float, thread: int) -> None:
+        self.start_us.append(start_us)
+        self.end_us.append(end_us)
+        self.thread.append(thread)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One rank's trace, reduced to what is used."""
+
+    device_events: DeviceEvents = field(default_factory=DeviceEvents)
+    kernel_names: list[str] = field(default_factory=list)
+    launches: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Correlation to the start of the launching call and its thread."""
+    device_ids: set[Any] = field(default_factory=set)
+    operators: list[Operator] = field(default_factory=list)
+    """Calls of operators that have a FLOP formula."""
+    dispatched: Spans = field(default_factory=Spans)
+    """Every operator."""
+    dispatched_name: array[int] = field(default_factory=lambda: array("l"))
+    """For each of them, the position in `operator_names`."""
+    operator_names: list[str] = field(default_factory=list)
+    graph_making: Spans = field(default_factory=Spans)
+    """Operators that make an autograd node: the forward pass, or its repetition inside the backward pass."""
+    nodes: Spans = field(default_factory=Spans)
+    """Nodes of the backward pass."""
+    optimizer: Spans = field(default_factory=Spans)
+    fetches: Spans = field(default_factory=Spans)
+    """Waits for the next batch."""
+    waits: dict[str, list[float]] = field(default_factory=dict)
+    """Calls in which the host waits for the device: name to their times."""
+    softmaxes: list[tuple[float, bytes]] = field(default_factory=list)
+    """Times and recorded shapes of softmax calls: a quadratic one is attention spelled out."""
+    optimizer_ops: set[str] = field(default_factory=set)
+    """Fused and foreach operators that were called, by name, and the optimizers' own names."""
+    steps: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """Number of a ProfilerStep to its host start, end and thread."""
+    device_steps: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """The same as the device saw them; used where the host was not recorded."""
+    threads: dict[Any, int] = field(default_factory=dict)
+    num_events: int = 0
+    """Events seen, of all kinds."""
+    num_unsound: int = 0
+    """Events of interest whose times are impossible."""
+    has_values: bool = False
+    """Whether arguments other than tensors were recorded (strides, flags)."""
+
+    def outermost(self) -> tuple[list[float], list[float], list[int]]:
+        """Start, end and name of the operators that lie in no other."""
+        spans = self.dispatched
+        order = sorted(range(len(spans)), key=lambda i: (spans.thread[i], spans.start_us[i], -spans.end_us[i]))
+        kept: list[int] = []
+        for i in order:
+            last = kept[-1] if kept else None
+            if last is None or spans.thread[last] != spans.thread[i] or spans.start_us[i] >= spans.end_us[last]:
+                kept.append(i)
+        starts, ends = [spans.start_us[i] for i in kept], [spans.end_us[i] for i in kept]
+        return starts, ends, [self.dispatched_name[i] for i in kept]
+
+
+class Collector:
+    """Fills a Timeline from batches of events."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self._kernel_names: dict[str, int] = {}
+        self._operator_names: dict[str, int] = {}
+        self._num_kept = 0
+        spans, names = self.timeline.dispatched, self.timeline.dispatched_name
+        # Most events go there, so the way is kept short.
+        self._add_dispatched = (spans.start_us.append, spans.end_us.append, spans.thread.append, names.append)
+        self._on_category: dict[str, Callable[[Event, float, float], None]] = {
+            **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), self._device_event),
+            **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime", "runtime"), self._call),
+            **dict.fromkeys(("cpu_op", "Operator", "user_annotation"), self._host),
+            "gpu_user_annotation": self._device_annotation,
+        }
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more events can be kept."""
+        return self._num_kept >= MAX_EVENTS
+
+    def take(self, batch: list[Event]) -> None:
+        """Keep what is needed of the events."""
+        self.timeline.num_events += len(batch)
+        on_category = self._on_category
+        for event in batch:
+            if event.ph != "X":
+                continue
+            handler = on_category.get(event.cat)
+            if handler is None:
+                continue
+            start_us, end_us = event.ts, event.ts + event.dur
+            if not -1e17 < start_us <= end_us < 1e17:  # NaN fails as well
+                self.timeline.num_unsound += 1
+                continue
+            self._num_kept += 1
+            handler(event, start_us, end_us)
+
+    def _device_event(self, event: Event, start_us: float, end_us: float) -> None:
+        columns, args = self.timeline.device_events, event.args
+        columns.start_us.append(start_us)
+        columns.end_us.append(end_us)
+        columns.work.append(work_of(_CATEGORIES.get(event.cat, event.cat), event.name))
+        columns.name.append(_position(event.name, self._kernel_names, self.timeline.kernel_names))
+        columns.correlation.append(_integer(args.correlation) if args is not None else -1)
+        if args is not None and args.device is not None:
+            self.timeline.device_ids.add(args.device)
+
+    def _call(self, event: Event, start_us: float, end_us: float) -> None:
+        effect = _effect(event.name)
+        if effect is _LAUNCHES and event.args is not None:
+            correlation = _integer(event.args.correlation)
+            if correlation >= 0:
+                self.timeline.launches[correlation] = (start_us, self._thread(event.tid))
+        elif effect is Effect.WAITS:
+            self.timeline.waits.setdefault(event.name, []).append(start_us)
+
+    def _host(self, event: Event, start_us: float, end_us: float) -> None:
+        role, formula = _meaning(event.name)
+        if role is _NONE:
+            return
+        timeline, thread = self.timeline, self._thread(event.tid)
+        if role is _OPERATOR:
+            self._operator(event, start_us, end_us, thread)
+            if formula is not None:
+                timeline.operators.append(Operator(formula, thread, start_us, end_us, event.args))
+                timeline.has_values = timeline.has_values or _has_values(event)
+        elif role is Role.STEP:
+            timeline.steps[_step_number(event.name)] = (start_us, end_us, thread)
+        else:
+            spans = {Role.NODE: timeline.nodes, Role.OPTIMIZER: timeline.optimizer, Role.FETCH: timeline.fetches}
+            spans[role].add(start_us, end_us, thread)
+            if role is Role.OPTIMIZER:
+                timeline.optimizer_ops.add(event.name)
+
+    def _operator(self, event: Event, start_us: float, end_us: float, thread: int) -> None:
+        timeline, args, name = self.timeline, event.args, event.name
+        add_start, add_end, add_thread, add_name = self._add_dispatched
+        add_start(start_us)
+        add_end(end_us)
+        add_thread(thread)
+        position = self._operator_names.get(name)
+        add_name(_position(name, self._operator_names, timeline.operator_names) if position is None else position)
+        if args is None:
+            return
+        if args.sequence is not None and not args.forward_thread and _integer(args.sequence) >= 0:
+            timeline.graph_making.add(start_us, end_us, thread)
+        if name == "aten::_softmax":
+            timeline.softmaxes.append((start_us, bytes(args.shapes)))
+        elif name.startswith(("aten::_fused_", "aten::_foreach_")):
+            timeline.optimizer_ops.add(name)
+
+    def _device_annotation(self, event: Event, start_us: float, end_us: float) -> None:
+        if _STEP.search(event.name):
+            self.timeline.device_steps[_step_number(event.name)] = (start_us, end_us, -1)
+
+    def _thread(self, tid: Any) -> int:
+        threads = self.timeline.threads
+        known = threads.get(tid)
+        return threads.setdefault(tid, len(threads)) if known is None else known
+
+
+def _position(name: str, known: dict[str, int], names: list[str]) -> int:
+    position = known.get(name)
+    if position is None:
+        position = known[name] = len(names)
+        names.append(name)
+    return position
+
+
+@lru_cache(maxsize=65536)
+def _meaning(name: str) -> tuple[Role, Formula | None]:
+    if name.startswith("autograd::engine::evaluate_function"):
+        return Role.NODE, None
+    if name.startswith("Optimizer.step#"):
+        return Role.OPTIMIZER, None
+    if _STEP.search(name):
+        return Role.STEP, None
+    if _FETCH.search(name):
+        return Role.FETCH, None
+    if "::" in name and " " not in name and not name.startswith("torch::autograd"):
+        return Role.OPERATOR, find(name)
+    return Role.NONE, None
+
+
+@lru_cache(maxsize=4096)
+def _effect(name: str) -> Effect:
+    if _WAITS.search(name):
+        return Effect.WAITS
+    return Effect.NONE if _CANNOT_LAUNCH.search(name) else Effect.LAUNCHES
+
+
+def _has_values(event: Event) -> bool:
+    return event.args is not None and bool(bytes(event.args.values))
+
+
+def _step_number(name: str) -> int:
+    match = _STEP.search(name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def _integer(value: Any) -> int:
+    if type(value) is int and 0 <= value < 1 << 62:
+        return value
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
+    return number if 0 <= number < 1 << 62 else -1
