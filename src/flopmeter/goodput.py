@@ -75,10 +75,14 @@ class Goodput:
     """What makes the numbers less than certain."""
 
 
-class _Pause(NamedTuple):
+class Pause(NamedTuple):
+    """One stop of the training."""
+
     name: str
     own_s: float
+    """Without the pauses inside it."""
     end_s: float
+    """Unix time; NaN where the record does not say."""
 
 
 class _Start(NamedTuple):
@@ -86,14 +90,14 @@ class _Start(NamedTuple):
 
     at_s: float
     steps: range
-    pauses: list[_Pause]
+    pauses: list[Pause]
     end_s: float
 
 
 def goodput(run: Run) -> Goodput:
     """Split the wall time of a run; never raises, whatever the record holds."""
     step_s = run.column("perf/step_time")
-    pauses = _pauses(run.events)
+    pauses = find_pauses(run.events)
     starts = _starts(run, step_s, pauses)
     kept, lost = _judge_steps(run.step, starts)
     measuring_s = max(math.fsum(_surpluses(run, step_s, kept)), 0.0)
@@ -121,9 +125,9 @@ def goodput(run: Run) -> Goodput:
     )
 
 
-def _pauses(events: Iterable[Mapping[str, Any]]) -> list[_Pause]:
+def find_pauses(events: Iterable[Mapping[str, Any]]) -> list[Pause]:
     """All pauses, each without those inside it: an inner one is over, and written, before the outer one."""
-    result: list[_Pause] = []
+    result: list[Pause] = []
     outermost: list[tuple[float, float]] = []
     for event in events:
         duration_s, end_s = _number(event.get("duration_s"), LONGEST_S), _number(event.get("time"), LATEST_S)
@@ -133,24 +137,24 @@ def _pauses(events: Iterable[Mapping[str, Any]]) -> list[_Pause]:
         while outermost and end_s - duration_s <= outermost[-1][0] <= end_s:
             inner_s += outermost.pop()[1]
         outermost.append((end_s - duration_s / 2, duration_s))
-        result.append(_Pause(str(event.get("name")), max(duration_s - inner_s, 0.0), end_s))
+        result.append(Pause(str(event.get("name")), max(duration_s - inner_s, 0.0), end_s))
     return result
 
 
-def _by_name(pauses: Iterable[_Pause]) -> dict[str, float]:
+def _by_name(pauses: Iterable[Pause]) -> dict[str, float]:
     total_s: dict[str, float] = {}
     for pause in pauses:
         total_s[pause.name] = total_s.get(pause.name, 0.0) + pause.own_s
     return total_s
 
 
-def _starts(run: Run, step_s: array[float], pauses: Iterable[_Pause]) -> list[_Start]:
+def _starts(run: Run, step_s: array[float], pauses: Iterable[Pause]) -> list[_Start]:
     """The run, cut where each header says that it began; there is always one."""
     known = [at_s for header in run.headers if (at_s := _number(header.started_at, LATEST_S)) > 0]
     # A start is never dated before the one before it, whatever the clock of its machine said.
     at = list(accumulate(known or [_beginning(run.time, step_s)], max))
     steps = _cut(run.time, at)
-    inside: list[list[_Pause]] = [[] for _ in at]
+    inside: list[list[Pause]] = [[] for _ in at]
     for pause in pauses:
         inside[_place(at, pause.end_s)].append(pause)
     ends = [

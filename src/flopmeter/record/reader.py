@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import orjson
 
 from flopmeter.errors import RecordError
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
 
+if TYPE_CHECKING:
+    from flopmeter.waterfall import Waterfall
+
 MAX_LINE_BYTES = 4 << 20
 MAX_COLUMNS = 4096
 MAX_EVENTS = 100_000
+MAX_FLAT = 1 << 17
+"""Values that wait to be dealt out to their columns."""
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -89,6 +96,12 @@ class Run:
         """Positions of the steps that represent the run: neither warm-up nor observed nor profiled."""
         return [index for index in range(len(self)) if index not in self.marks]
 
+    def waterfall(self, start: int | None = None, stop: int | None = None) -> Waterfall:
+        """Where the wall time went, from the step at position `start` up to `stop`; default all after warm-up."""
+        from flopmeter.waterfall import waterfall
+
+        return waterfall(self, start, stop)
+
 
 def load_run(path: str | Path) -> Run:
     """Read a run file, or the `run.jsonl` of a folder; what is unsound is skipped and named in `Run.skipped`.
@@ -113,6 +126,9 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.run = Run(path=path)
         self._bad: dict[str, list[int]] = {}
+        self._keys: list[str] = []
+        self._flat: array[float] = array("d")
+        self._is_odd = False
         self._on_kind: dict[str, Callable[[dict[str, Any]], str | None]] = {
             "header": self._header,
             "step": self._step,
@@ -138,7 +154,7 @@ class _Reader:
         if len(raw) > MAX_LINE_BYTES:
             return f"longer than {MAX_LINE_BYTES >> 20} MB"
         try:
-            line = json.loads(raw)
+            line = _parse(raw)
         except (ValueError, RecursionError):
             return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
         handler = self._on_kind.get(str(line.get("kind"))) if isinstance(line, dict) else None
@@ -174,11 +190,42 @@ class _Reader:
         marks = line.get("marks")
         if isinstance(marks, list) and marks:
             self.run.marks[position] = tuple(str(mark) for mark in marks)
-        for key, value in metrics.items():
-            self._put(key, position, _number(value))
+        self._put(position, metrics)
         return None
 
-    def _put(self, key: str, position: int, value: float) -> None:
+    def _put(self, position: int, metrics: dict[str, Any]) -> None:
+        """Add a row to those with the same keys: one call for a row is far cheaper than one for each column.
+
+        A row with more keys than its neighbours (metrics by dataset come now and then) does not interrupt them.
+        """
+        keys, is_odd = list(metrics), False
+        if keys != self._keys or len(self._flat) > MAX_FLAT:
+            is_odd = not self._is_odd and 0 < len(self._keys) < len(keys) and metrics.keys() >= set(self._keys)
+            if not is_odd:
+                self._spread(position)
+                self._keys = keys
+        self._is_odd = is_odd
+        self._add_row([metrics[key] for key in self._keys] if is_odd else metrics.values())
+        for key in [key for key in keys if key not in self._keys] if is_odd else ():
+            self._add(key, position, (_number(metrics[key]),))
+
+    def _add_row(self, values: Collection[Any]) -> None:
+        before = len(self._flat)
+        try:
+            if bool in map(type, values):
+                raise TypeError
+            self._flat.extend(values)
+        except (TypeError, OverflowError):
+            del self._flat[before:]
+            self._flat.extend(map(_number, values))
+
+    def _spread(self, position: int) -> None:
+        """Deal the rows that came together out to their columns; the last of them ends before `position`."""
+        width, flat, self._flat = len(self._keys), self._flat, array("d")
+        for index, key in enumerate(self._keys if flat else ()):
+            self._add(key, position - len(flat) // width, flat[index::width])
+
+    def _add(self, key: str, position: int, values: Iterable[float]) -> None:
         column = self.run.columns.get(key)
         if column is None:
             if len(self.run.columns) >= MAX_COLUMNS:
@@ -186,7 +233,7 @@ class _Reader:
                 return
             column = self.run.columns[key] = array("d")
         _pad(column, position)
-        column.append(value)
+        column.extend(values)
 
     def _event(self, line: dict[str, Any]) -> str | None:
         if len(self.run.events) >= MAX_EVENTS:
@@ -199,6 +246,7 @@ class _Reader:
         return None
 
     def _finish(self) -> None:
+        self._spread(len(self.run))
         for column in self.run.columns.values():
             _pad(column, len(self.run))
         for problem, numbers in self._bad.items():
@@ -216,6 +264,14 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
             while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                 continue
         yield line
+
+
+def _parse(raw: bytes) -> Any:
+    """One line as JSON; what the fast parser refuses, such as a bare NaN, the standard one decides."""
+    try:
+        return orjson.loads(raw)
+    except ValueError:
+        return json.loads(raw)
 
 
 def _number(value: Any) -> float:

@@ -1,0 +1,87 @@
+"""How do a diagnosis and its numbers look on a terminal, and as JSON? For the commands that print one."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flopmeter.diagnosis import Diagnosis, Finding
+    from flopmeter.waterfall import Waterfall
+
+BAR_WIDTH = 40
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON has it, which knows no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Headline, waterfall, findings in the order of their gain, and what was not checked."""
+    from rich.table import Table
+
+    console.print(clean(diagnosis.headline, console), style="bold")
+    if diagnosis.waterfall.parts:
+        console.print(_bars(diagnosis.waterfall, "#" if console.options.ascii_only else "█"))
+    if diagnosis.waterfall.note:
+        console.print(f"Note: {clean(diagnosis.waterfall.note, console)}.")
+    for number, finding in enumerate(diagnosis.findings, start=1):
+        _show_finding(number, finding, console)
+    if diagnosis.not_checked:
+        table = Table.grid(padding=(0, 2))
+        for name, reason in diagnosis.not_checked.items():
+            table.add_row(f"  {name}", clean(reason, console))
+        console.print("\nNot checked, because")
+        console.print(table)
+
+
+def clean(text: str, console: Console | None = None) -> str:
+    """Names in a record are other people's: no control characters, and nothing that the terminal cannot show."""
+    shown = "".join(sign if sign.isprintable() else "?" for sign in text)
+    return shown if console is None else shown.encode(console.encoding, "replace").decode(console.encoding)
+
+
+def _bars(waterfall: Waterfall, ink: str) -> Table:
+    """The parts as bars of a common scale, in points of the wall time."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"Where {waterfall.wall_s:.3g} s of {waterfall.num_steps} steps went, in points of wall time",
+        title_justify="left",
+        title_style="",
+        box=None,
+    )
+    table.add_column("part", no_wrap=True)
+    table.add_column("points", justify="right", no_wrap=True)
+    table.add_column("+-", justify="right", no_wrap=True)
+    table.add_column("")
+    widest = max(abs(part.share) for part in waterfall.parts) or 1.0
+    for part in waterfall.parts:
+        length = round(BAR_WIDTH * abs(part.share) / widest)
+        bar = (ink if part.share >= 0 else "-") * length
+        doubt = part.uncertainty_s / waterfall.wall_s
+        table.add_row(part.name, f"{100 * part.share:.1f}", f"{100 * doubt:.1f}", bar)
+    return table
+
+
+def _show_finding(number: int, finding: Finding, console: Console) -> None:
+    from rich.table import Table
+
+    console.print(f"\n{number}. {finding.rule}: {clean(finding.title, console)}", style="bold")
+    table = Table.grid(padding=(0, 2))
+    gain = finding.gain
+    if gain is not None:
+        likely = f"{100 * gain.expected:+.1f} % (from {100 * gain.low:+.1f} to {100 * gain.high:+.1f} %)"
+        table.add_row("   gain", f"{likely}, for {100 * finding.lost:.1f} points lost")
+    for label, texts in (("because", finding.evidence), ("do", finding.advice)):
+        for text in texts:
+            table.add_row(f"   {label}", clean(text, console))
+    console.print(table)

@@ -1,0 +1,56 @@
+"""Each step does too little work for what it costs to start it: the batch is too small, or the operators are tiny.
+
+How we know. A sampled step shows how long nothing ran while the host prepared the next operator (launch gaps), and
+how many operators there were. The update of the weights takes equally long whatever the batch, so it belongs to the
+fixed cost as well, unless it is slow for reasons of its own (see optimizer_heavy). Gaps behind a synchronisation are
+left to host_sync. On a GPU the device was seen waiting for the host.
+
+What to do. Raise the batch size until memory is full; that spreads the fixed cost over more samples. Where memory
+does not allow it, gradient accumulation spreads at least the update. Let torch.compile(model) fuse the small
+operators, and on a GPU replay them from a graph: torch.compile(model, mode="reduce-overhead"). Use fused layers and a
+fused optimizer.
+
+The gain is that of a batch eight times as large (expected: 7/8 of the fixed cost go), twice as large (low: half of
+it), or without the fixed cost (high). It counts work per second, since the steps themselves get longer. Left out:
+larger matmuls run closer to the peak as well.
+"""
+
+from __future__ import annotations
+
+from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._finding import Finding
+
+MIN_SHARE = 0.2
+"""A fifth: eager PyTorch on a healthy model loses a twentieth to a tenth here, and its update as much again."""
+LIGHT_OPTIMIZERS = ("fused", "foreach")
+
+
+def check(evidence: Evidence) -> Finding | None:
+    """Look for a high fixed cost per step."""
+    gap_s = evidence.seconds("launch_gaps") - evidence.sync_gap_s
+    is_light = evidence.facts.get("optimizer") in LIGHT_OPTIMIZERS
+    update_s = evidence.seconds_or_zero("optimizer") if is_light else 0.0
+    fixed_s = gap_s + update_s
+    share = fixed_s / evidence.wall_s
+    if share < MIN_SHARE:
+        return None
+    found = [f"nothing runs for {percent(gap_s / evidence.wall_s)} of the time, while the host prepares operators"]
+    if update_s:
+        found.append(f"the update takes {percent(update_s / evidence.wall_s)}, whatever the batch size")
+    if evidence.sampled and evidence.sampled.num_ops > 0:
+        found.append(f"{evidence.sampled.num_ops:.0f} operators a step")
+    verdict = evidence.window.latest("device_time").get("verdict")
+    if isinstance(verdict, dict) and verdict.get("bound") == "host":
+        found.append(str(verdict.get("reason"))[:200])
+    return Finding(
+        rule="kernel_launch",
+        title=f"each step does too little work: {percent(share)} of the time is the fixed cost of a step",
+        lost=share,
+        evidence=tuple(found),
+        advice=(
+            "raise the batch size until memory is full, or accumulate gradients over more micro-batches",
+            'torch.compile(model); on a GPU torch.compile(model, mode="reduce-overhead")',
+            "use fused layers and optimizer(..., fused=True)",
+        ),
+        gain=evidence.gain(fixed_s * 7 / 8, low_s=fixed_s / 2, high_s=fixed_s),
+    )

@@ -1,0 +1,49 @@
+"""Operators that only move memory (norms, activations, element-wise arithmetic) take much of the time.
+
+How we know. A sampled step splits computing into matmuls and everything else. The latter does next to no FLOPs: its
+time goes by reading and writing activations, once for every operator.
+
+What to do. torch.compile(model) fuses chains of them, so that an activation is read and written once. Use fused
+layers (torch.nn.functional.rms_norm, Liger kernels, fused cross-entropy), bf16 activations (half the bytes), and no
+operators on copies that are not contiguous. Larger models shift the balance towards matmuls by themselves.
+
+The gain takes half of that time as saved (expected: a chain of three or four operators becomes one), a quarter (low),
+or two thirds (high); where the model is compiled already, none is promised.
+"""
+
+from __future__ import annotations
+
+import re
+
+from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._finding import Finding
+
+MIN_SHARE = 0.4
+"""Eager transformers of middling width spend a quarter to a third on it, convolutional nets a little more."""
+
+_OTHERS = r"mm(_|$)|gemm|conv|attention|cutlass|nccl|gloo|memcpy|optimizer|fused_adam"
+"""Names of matmuls, communication and updates, which are none of these operators."""
+
+
+def check(evidence: Evidence) -> Finding | None:
+    """Look for a high share of operators that are no matmuls."""
+    share, moving_s = evidence.share("non_matmul"), evidence.seconds("non_matmul")
+    if share < MIN_SHARE:
+        return None
+    is_compiled = evidence.facts.get("is_compiled") is True
+    rows = evidence.sampled.top if evidence.sampled else ()
+    own = [row for row in rows if not re.search(_OTHERS, row[0], re.IGNORECASE)]
+    longest = ", ".join(f"{name[:40]} {seconds * 1e3:.3g} ms" for name, seconds, _ in own[:4])
+    return Finding(
+        rule="memory_bound",
+        title=f"operators that are no matmuls take {percent(share)} of the time",
+        lost=share,
+        evidence=(f"the longest of them in a step: {longest or 'not recorded'}",),
+        advice=(
+            "the model is compiled already: look for graph breaks (TORCH_LOGS=graph_breaks)"
+            if is_compiled
+            else "torch.compile(model): it fuses chains of them",
+            "use fused layers (F.rms_norm, fused cross-entropy) and bf16 activations",
+        ),
+        gain=None if is_compiled else evidence.gain(moving_s / 2, low_s=moving_s / 4, high_s=moving_s * 2 / 3),
+    )

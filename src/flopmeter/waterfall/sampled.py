@@ -1,0 +1,135 @@
+"""What did the sampled steps show inside forward and backward, once the cost of sampling is taken off?
+
+A profiled step is longer than an ordinary one. How much, we know: the seconds that it spent on computing, less those
+that ordinary steps spend on it. Where the surplus sits, we do not know. Recording costs the host a few microseconds per
+operator, between operators: so much is taken off the gaps. The rest is taken to be chance, another process on the core,
+and comes off everything in proportion. A sampled step that was faster than ordinary ones is left as it is, and leaves
+something unexplained. What was taken off a part is its uncertainty.
+
+A profile may see some of the loop's own code as well, that between the forward and the backward pass. Then the surplus
+is known only between two bounds, and what the whole step took beyond a typical one decides within them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from flopmeter.waterfall.window import known, number
+
+OPERATORS = ("matmul_s", "recompute_s", "non_matmul_s")
+INSIDE = (*OPERATORS, "gap_s")
+"""What a step spends on computing, and the gaps in it; a profile may lack some."""
+BESIDE = ("optimizer_s", "copy_s", "communication_s")
+RECORDING_S = 5e-6
+"""What recording costs per operator: it and the handful of ranges in and around it take about a microsecond each."""
+MAX_PROFILES = 5
+"""The latest ones count: the median of five survives two odd ones."""
+MAX_OPS = 1e9
+"""Above this, a number of operators is damage."""
+
+
+class Ordinary(NamedTuple):
+    """What ordinary steps spend, as the clock of every step tells it."""
+
+    compute_s: float
+    """On forward and backward."""
+    loop_s: float
+    """Outside all phases, in the loop's own code; a profile may see some of it."""
+    num_optimizer_ops: float
+    """Operators of the update, which a profile counts but does not leave gaps for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """An ordinary step as the sampled ones show it: medians over the latest of them."""
+
+    device: str
+    """Whose time it is: "cpu" (operators) or "cuda" (kernels, and the device's idle time as gaps)."""
+    num_profiles: int
+    """Sampled steps behind it."""
+    seconds: Mapping[str, float]
+    """By key of the profile event, corrected. A key that no profile has is absent."""
+    uncertainty_s: Mapping[str, float]
+    """For the same keys: what the correction may have put in the wrong place."""
+    num_ops: float
+    """Operators of a step; NaN when unknown."""
+    top: tuple[tuple[str, float, float], ...]
+    """Name, seconds (corrected) and calls of the longest operators of the latest sampled step."""
+
+
+def reduce_profiles(events: Sequence[Mapping[str, Any]], ordinary: Ordinary | None) -> Sampled | None:
+    """The sampled steps as one ordinary step; None when there is none that can be used.
+
+    Args:
+        ordinary: None when unknown, and then nothing is corrected.
+    """
+    usable = [event for event in events if _seconds(event)][-MAX_PROFILES:]
+    if not usable:
+        return None
+    profiles = [_seconds(event) for event in usable]
+    surpluses_s = [_surplus_s(event, ordinary) for event in usable]
+    corrected = [
+        _correct(profile, surplus_s, _recording_s(event, ordinary))
+        for profile, surplus_s, event in zip(profiles, surpluses_s, usable, strict=True)
+    ]
+    keys = [key for key in (*INSIDE, *BESIDE) if any(key in profile for profile in profiles)]
+    taken_off = {
+        key: [before[key] - after[key] for before, after in zip(profiles, corrected, strict=True) if key in before]
+        for key in keys
+    }
+    return Sampled(
+        device="cuda" if usable[-1].get("device") == "cuda" else "cpu",
+        num_profiles=len(profiles),
+        seconds={key: median(profile[key] for profile in corrected if key in profile) for key in keys},
+        uncertainty_s={key: median(values) for key, values in taken_off.items()},
+        num_ops=median(known(event.get("num_ops") for event in usable) or [math.nan]),
+        top=_top(usable[-1].get("top"), _kept(profiles[-1], corrected[-1])),
+    )
+
+
+def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
+    found = {key: number(event.get(key)) for key in (*INSIDE, *BESIDE)}
+    return {key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def _surplus_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
+    """What sampling added to the step's computing; 0 where the step was faster than ordinary ones."""
+    if ordinary is None:
+        return 0.0
+    most_s = math.fsum(known(event.get(key) for key in INSIDE)) - ordinary.compute_s
+    least_s = most_s - ordinary.loop_s
+    longer_s = number(event.get("step_s")) - number(event.get("typical_step_s"))
+    likely_s = least_s if math.isnan(longer_s) else min(max(longer_s, least_s), most_s)
+    return max(likely_s, 0.0)
+
+
+def _recording_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
+    num_ops = math.fsum(known([event.get("num_ops")], MAX_OPS))
+    return RECORDING_S * max(num_ops - (ordinary.num_optimizer_ops if ordinary else 0.0), 0.0)
+
+
+def _correct(profile: Mapping[str, float], surplus_s: float, recording_s: float) -> dict[str, float]:
+    gap_s = profile.get("gap_s", 0.0)
+    from_gap_s = min(recording_s, surplus_s, gap_s)
+    inside_s = math.fsum(profile.get(key, 0.0) for key in INSIDE) - from_gap_s
+    kept = 1 - (surplus_s - from_gap_s) / inside_s if inside_s > 0 else 1.0
+    without = {**profile, "gap_s": gap_s - from_gap_s} if "gap_s" in profile else profile
+    return {key: value * kept if key in INSIDE else value for key, value in without.items()}
+
+
+def _kept(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Share of the operators' time that the correction left."""
+    operators_s = math.fsum(before.get(key, 0.0) for key in OPERATORS)
+    return math.fsum(after.get(key, 0.0) for key in OPERATORS) / operators_s if operators_s > 0 else 1.0
+
+
+def _top(rows: Any, kept: float) -> tuple[tuple[str, float, float], ...]:
+    found = []
+    for row in rows[:20] if isinstance(rows, list) else ():
+        if isinstance(row, list) and len(row) >= 3 and len(known(row[1:3])) == 2:
+            found.append((str(row[0])[:200], row[1] * kept, float(row[2])))
+    return tuple(found)

@@ -1,0 +1,132 @@
+"""What did the steps of a window take, and what does the record hold about that stretch of time?"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial, reduce
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flopmeter.goodput import LATEST_S, LONGEST_S, find_pauses
+
+if TYPE_CHECKING:
+    from flopmeter.record import Run
+
+
+class Amount(NamedTuple):
+    """Seconds that an ordinary step spends on something."""
+
+    mean_s: float
+    median_s: float
+    deviation_s: float
+    num_steps: int
+    """Steps that know it."""
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Amount | None:
+        """None when no step knows."""
+        if not seconds:
+            return None
+        mean_s = math.fsum(seconds) / len(seconds)
+        variance = math.fsum((value - mean_s) ** 2 for value in seconds) / len(seconds)
+        return cls(mean_s, median(seconds), math.sqrt(variance), len(seconds))
+
+
+class Window:
+    """The steps from position `start` up to `stop`, and the events between the first and the last of them.
+
+    Without a `start` the window begins at the first step that is not warm-up. Every step counts, those that a restart
+    threw away included: they took their time. What a marked step (observed, profiled, warm-up) did is taken to be what
+    an ordinary one did, and the time that it took beyond that is kept apart as `surplus_s`.
+    """
+
+    def __init__(self, run: Run, start: int | None = None, stop: int | None = None) -> None:
+        self.run = run
+        self._amounts: dict[tuple[str, ...], Amount | None] = {}
+        self._step_s = run.column("perf/step_time")
+        places = range(len(run))[_after_warm_up(run) if start is None else start : stop]
+        self.timed = [place for place in places if 0 < self._step_s[place] < LONGEST_S]
+        """Positions of the steps whose duration is known."""
+        self.num_untimed = len(places) - len(self.timed)
+        self.ordinary = [place for place in self.timed if place not in run.marks] or self.timed
+        """Positions of those that represent the run; all of them where none is without a mark."""
+        self.steps_s = math.fsum(self._step_s[place] for place in self.timed)
+        """Time of all steps, pauses left out."""
+        self.step = self.amount()
+        self.begin_s = self.end_s = math.nan
+        if self.timed:
+            first, last = self.timed[0], self.timed[-1]
+            self.begin_s, self.end_s = run.time[first] - self._step_s[first], run.time[last]
+        self._is_open = stop is None or stop >= len(run)
+
+    def __len__(self) -> int:
+        return len(self.timed)
+
+    @property
+    def surplus_s(self) -> float:
+        """What the marked steps took beyond as many ordinary ones; below zero where they happened to be fast."""
+        return self.steps_s - len(self) * self.step.mean_s if self.step and len(self.ordinary) < len(self) else 0.0
+
+    def amount(self, *keys: str) -> Amount | None:
+        """Seconds a step of one or several `perf/..._share` (or utilisation) columns; of the whole step without any."""
+        if keys not in self._amounts:
+            self._amounts[keys] = Amount.of([value for value in self._seconds(keys) if 0 <= value < LONGEST_S])
+        return self._amounts[keys]
+
+    def _seconds(self, keys: tuple[str, ...]) -> Iterator[float]:
+        """Without a loop of ours: a run may have a million steps."""
+        seconds = map(self._step_s.__getitem__, self.ordinary)
+        columns = [map(self.run.column(key).__getitem__, self.ordinary) for key in keys]
+        if not columns:
+            return seconds
+        return map(operator.mul, seconds, reduce(partial(map, operator.add), columns))
+
+    def pauses_s(self) -> dict[str, float]:
+        """Seconds by name of the pauses between the first and the last step."""
+        total_s: dict[str, float] = {}
+        for pause in find_pauses(self.run.events):
+            middle_s = pause.end_s - pause.own_s / 2  # the end may touch the window's first step
+            if not (middle_s < self.begin_s or middle_s > self.end_s):
+                total_s[pause.name] = total_s.get(pause.name, 0.0) + pause.own_s
+        return total_s
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Events of that name in the window; an undated one is taken to be in it."""
+        end_s = math.inf if self._is_open else self.end_s
+        return [event for event in self.run.events if event.get("event") == name and not self._is_outside(event, end_s)]
+
+    def latest(self, name: str) -> dict[str, Any]:
+        """The last event of that name in the window, else the last one before it, else the first one after it."""
+        found = self.events(name) or self._nearest(name)
+        return found[-1] if found else {}
+
+    def _nearest(self, name: str) -> list[dict[str, Any]]:
+        named = [event for event in self.run.events if event.get("event") == name]
+        before = [event for event in named if number(event.get("time"), LATEST_S) < self.begin_s]
+        return before or named[:1]
+
+    def _is_outside(self, event: Mapping[str, Any], end_s: float) -> bool:
+        time_s = number(event.get("time"), LATEST_S)
+        return time_s < self.begin_s or time_s > end_s
+
+
+def number(value: Any, limit: float = LONGEST_S) -> float:
+    """The value if it is a number from 0 up to the limit, else NaN: a record may hold anything."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < limit else math.nan
+
+
+def known(values: Iterable[Any], limit: float = LONGEST_S) -> list[float]:
+    """Those of the values that are numbers from 0 up to the limit."""
+    return [value for value in (number(value, limit) for value in values) if not math.isnan(value)]
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _after_warm_up(run: Run) -> int:
+    return next((place for place in range(len(run)) if "warmup" not in run.marks.get(place, ())), 0)

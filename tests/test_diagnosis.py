@@ -1,0 +1,297 @@
+"""The contract that every rule keeps, and what becomes of their findings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flopmeter.diagnosis import RULES, Diagnosis, Finding, Gain, diagnose, explain
+from flopmeter.errors import ConfigError
+from planned_runs import EVENT_KEYS, HOSTILE, START_S, STEPS, Plan, event, record
+
+HEALTHY = Plan()
+
+NAMES = {
+    "data_stall",
+    "cpu_preprocessing",
+    "kernel_launch",
+    "exposed_communication",
+    "straggler",
+    "eager_attention",
+    "fp32_matmul",
+    "padding_waste",
+    "recompute",
+    "optimizer_heavy",
+    "host_sync",
+    "gc_pause",
+    "checkpoint_pause",
+    "eval_pause",
+    "slow_sag",
+    "ragged_shapes",
+    "memory_bound",
+    "impossible_mfu",
+    "healthy",
+}
+
+
+def test_the_rules_are_the_files_of_their_folder() -> None:
+    assert set(RULES) >= NAMES
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_explains_itself(name: str) -> None:
+    text = explain(name)
+    first, *rest = text.split("\n")
+    assert first.endswith(".")
+    assert len(first) <= 116
+    for section in ("How we know.", "What to do."):
+        assert sum(line.startswith(section) for line in rest) == 1
+    assert RULES[name].is_last_resort or any(line.startswith(("The gain ", "No gain")) for line in rest)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_explains_only_rules_that_exist(name: str) -> None:
+    assert set(RULES[name].explains) <= set(RULES) - {name}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_finds_nothing_or_says_what_is_missing_in_a_bare_run(tmp_path: Path, name: str) -> None:
+    """Steps with a duration and nothing else."""
+    lines: list[dict[str, Any]] = [{"kind": "header", "schema": 1}]
+    lines += [{"kind": "step", "step": n, "metrics": {"perf/step_time": 0.1}} for n in range(3)]
+    result = diagnose(record(tmp_path, lines))
+    found = {finding.rule for finding in result.findings}
+    assert found <= {rule.name for rule in RULES.values() if rule.is_last_resort}
+    assert len(result.not_checked.get(name, "it could look")) > 10
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_cannot_look_is_listed_with_its_reason(tmp_path: Path, name: str) -> None:
+    result = diagnose(record(tmp_path, [{"kind": "header", "schema": 1}]))
+    assert result.not_checked[name] == "no step of the window has a duration"
+    assert result.findings == ()
+    assert result.headline == "MFU is unknown; nothing could be judged: no step of the window has a duration."
+
+
+def test_a_healthy_run_has_one_finding_and_it_says_so(tmp_path: Path) -> None:
+    result = diagnose(HEALTHY.run(tmp_path))
+    assert [finding.rule for finding in result.findings] == ["healthy"]
+    assert result.findings[0].evidence[-1] == "matmuls run at 71.4 % of the peak while they run"  # 50 of 70 ms
+    assert result.mfu == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("ideal_s", "standing"),
+    [(0.051, "good"), (0.049, "fair"), (0.021, "fair"), (0.019, "low"), (0.011, "low"), (0.009, "very low")],
+)
+def test_the_headline_says_where_the_run_stands(tmp_path: Path, ideal_s: float, standing: str) -> None:
+    result = diagnose(HEALTHY.but(ideal_s=ideal_s).run(tmp_path))  # steps of 100 ms
+    assert result.standing == standing
+    assert result.headline.startswith(f"MFU is {ideal_s * 1000:.1f} %, {standing}: ")
+
+
+def test_the_headline_names_the_first_cause_and_its_gain(tmp_path: Path) -> None:
+    # 100 ms a step of which 50 + 1 are waiting: without them 100/(150 - 51) = 1.515 times as fast.
+    result = diagnose(HEALTHY.but(data_wait_s=0.051).run(tmp_path))
+    assert result.headline == (
+        "MFU is 33.3 %, fair: the steps wait for data for 34.0 % of the time, and the loader is not computing; "
+        "without that it would run about 51.5 % faster."
+    )
+
+
+def test_an_unknown_mfu_still_gets_a_diagnosis(tmp_path: Path) -> None:
+    result = diagnose(HEALTHY.but(ideal_s=None, data_wait_s=0.1).run(tmp_path))
+    assert (result.standing, result.mfu) == ("unknown", None)
+    assert result.findings[0].rule == "data_stall"
+    assert result.not_checked["padding_waste"] == "no step has perf/mfu"
+
+
+def test_findings_are_ordered_by_expected_gain(tmp_path: Path) -> None:
+    plan = HEALTHY.but(data_wait_s=0.040, recompute_s=0.060, pauses=(("checkpoint", 0.5),))
+    found = diagnose(plan.run(tmp_path)).findings
+    gains = [finding.gain.expected for finding in found if finding.gain]
+    assert [finding.rule for finding in found] == ["recompute", "data_stall", "checkpoint_pause"]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_a_doubt_about_all_figures_comes_first(tmp_path: Path) -> None:
+    found = diagnose(HEALTHY.but(ideal_s=0.150, data_wait_s=0.040).run(tmp_path)).findings
+    assert [finding.rule for finding in found] == ["impossible_mfu", "data_stall"]
+
+
+def test_a_cause_takes_its_symptoms_finding_away(tmp_path: Path) -> None:
+    top = (("aten::_softmax", 0.030, 12), ("aten::masked_fill", 0.020, 12))
+    plan = HEALTHY.but(non_matmul_s=0.120, top=top)
+    assert [finding.rule for finding in diagnose(plan.run(tmp_path)).findings] == ["memory_bound"]
+    attention = {"calls": 12, "length": 512, "modules": ["blocks.0"]}
+    plan = plan.but(facts={"eager_attention": attention})
+    assert [finding.rule for finding in diagnose(plan.run(tmp_path)).findings] == ["eager_attention"]
+
+
+def test_a_window_is_judged_by_itself(tmp_path: Path) -> None:
+    run = HEALTHY.but(pauses=(("checkpoint", 2.0),)).run(tmp_path)
+    assert diagnose(run).findings[0].rule == "checkpoint_pause"
+    assert diagnose(run, 0, 15).findings[0].rule == "healthy"
+
+
+def test_the_gain_of_saved_seconds_is_the_ratio_of_the_times() -> None:
+    gain = Gain.of_saving(10.0, 1.0, 2.0, 5.0)
+    assert (gain.low, gain.expected, gain.high) == pytest.approx((10 / 9 - 1, 10 / 8 - 1, 1.0))
+    assert Gain.of_saving(10.0, 0.0, 10.0, 99.0).high == pytest.approx(19)  # 95 % is the most that is believed
+
+
+def test_an_unknown_rule_is_an_error_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'data_stall'"):
+        explain("data_stal")
+
+
+FACTS_KEYS = st.sampled_from(
+    [
+        "num_optimizer_ops",
+        "num_parameter_tensors",
+        "host_syncs",
+        "host_sync_places",
+        "eager_attention",
+        "odd_sizes",
+        "matmul_dtypes",
+        "tf32",
+        "optimizer",
+        "num_recompiles",
+        "num_shapes",
+        "by_module",
+        "by_dtype",
+        "verdict",
+        "rank",
+        "phase",
+        "extra_s",
+        "cause",
+        "since_step",
+        "flop_per_s",
+        "metrics",
+    ]
+)
+EVENT_NAMES = st.sampled_from(
+    ["profile", "facts", "gc", "regime", "ranks", "straggler", "resources", "count", "peak", "device_time", "pause"]
+)
+ANY_EVENT = st.tuples(
+    EVENT_NAMES,
+    st.dictionaries(st.one_of(FACTS_KEYS, EVENT_KEYS), HOSTILE, max_size=12),
+    st.sampled_from([{}, {"time": START_S}, {"cause": "slow_peer"}]),
+).map(lambda made: {**made[1], **made[2], "kind": "event", "event": made[0]})
+HEADERS = st.dictionaries(st.sampled_from(["device", "world_size", "model"]), HOSTILE, max_size=3)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(lines=st.lists(st.one_of(STEPS, ANY_EVENT), max_size=12), header=HEADERS)
+def test_whatever_the_record_holds_no_rule_fails(tmp_path: Path, lines: list[Any], header: dict[str, Any]) -> None:
+    run = record(tmp_path, [{"kind": "header", "schema": 1, **header}, *HEALTHY.but(num_steps=2).lines()[1:], *lines])
+    result = diagnose(run)
+    assert not [reason for reason in result.not_checked.values() if "failed" in reason]
+    check_finite(result)
+
+
+def check_finite(result: Diagnosis) -> None:
+    for finding in result.findings:
+        assert isinstance(finding, Finding)
+        assert math.isfinite(finding.lost)
+        if finding.gain is not None:
+            assert 0 <= finding.gain.low <= finding.gain.expected <= finding.gain.high < math.inf
+
+
+def flopmeter(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flopmeter", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def test_the_command_shows_headline_bars_findings_and_what_was_not_checked(tmp_path: Path) -> None:
+    HEALTHY.but(data_wait_s=0.051, facts=None).run(tmp_path)
+    answer = flopmeter("diagnose", str(tmp_path), COLUMNS="160")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("MFU is 33.3 %, fair: the steps wait for data")
+    assert "data_wait" in answer.stdout
+    assert "34.0" in answer.stdout
+    assert "1. data_stall: " in answer.stdout
+    assert "+51.5 % (from +20.5 to +51.5 %)" in answer.stdout  # 150/(150 - 25.5) = 1.205
+    assert "Not checked, because" in answer.stdout
+    assert "eager_attention" in answer.stdout
+
+
+def test_the_command_gives_json_with_every_part(tmp_path: Path) -> None:
+    HEALTHY.run(tmp_path)
+    answer = json.loads(flopmeter("diagnose", str(tmp_path), "--json").stdout)
+    assert answer["mfu"] == pytest.approx(0.5)
+    assert {part["name"] for part in answer["waterfall"]["parts"]} >= {"ideal", "launch_gaps", "unexplained"}
+    assert answer["findings"][0]["rule"] == "healthy"
+
+
+def test_the_command_judges_a_window_of_step_numbers(tmp_path: Path) -> None:
+    HEALTHY.run(tmp_path)
+    answer = json.loads(flopmeter("diagnose", str(tmp_path), "--json", "--window", "11:21").stdout)
+    assert answer["waterfall"]["num_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["diagnose", "nowhere"], 1, "cannot read nowhere"),
+        (["diagnose", "RUN", "--window", "7"], 2, "'7' is not of the form A:B"),
+        (["diagnose", "RUN", "--window", "900:"], 2, "the run has no steps in 900:; it has 1 to 40"),
+        (["explain", "nonsense!"], 1, "there is no rule 'nonsense!'"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], exit_code: int, message: str) -> None:
+    HEALTHY.run(tmp_path)
+    answer = flopmeter(*(str(tmp_path) if word == "RUN" else word for word in arguments))
+    assert answer.returncode == exit_code
+    assert message in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
+def test_names_from_a_hostile_record_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    syncs = {"aten::_local_scalar_dense\x1b[31m\ud800": 400}
+    plan = HEALTHY.but(gap_s=0.1, facts={"host_syncs": syncs, "host_sync_places": ["train\x07.py:3"]})
+    plan.run(tmp_path)
+    answer = flopmeter("diagnose", str(tmp_path), PYTHONIOENCODING="ascii")
+    assert answer.returncode == 0, answer.stderr
+    assert "host_sync" in answer.stdout
+    assert "\x1b" not in answer.stdout
+    assert "\x07" not in answer.stdout
+
+
+def test_explain_lists_every_rule_and_explains_one() -> None:
+    listed = flopmeter("explain").stdout
+    assert [line.split()[0] for line in listed.splitlines()] == sorted(RULES)
+    assert "bucket_cap_mb" in flopmeter("explain", "exposed_communication").stdout
+    assert set(json.loads(flopmeter("explain", "--json").stdout)) == set(RULES)
+
+
+def test_a_diagnosis_needs_no_torch(tmp_path: Path) -> None:
+    path = HEALTHY.run(tmp_path).path
+    code = (
+        "import sys; from flopmeter import load_run; from flopmeter.diagnosis import diagnose; "
+        f"diagnose(load_run({str(path)!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_truncated_run_file_is_judged_by_what_is_left(tmp_path: Path) -> None:
+    path = HEALTHY.but(data_wait_s=0.05).run(tmp_path).path
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    answer = json.loads(flopmeter("diagnose", str(path), "--json").stdout)
+    assert answer["findings"][0]["rule"] == "data_stall"
+    assert answer["not_checked"]["memory_bound"] == "no step was sampled by the profiler"
+
+
+def test_an_event_of_an_unknown_kind_changes_nothing(tmp_path: Path) -> None:
+    plain, odd = HEALTHY, HEALTHY.but(events=(event("of the future", START_S, matmul_s=9.0),))
+    assert diagnose(odd.run(tmp_path)).findings == diagnose(plain.run(tmp_path)).findings

@@ -1,0 +1,455 @@
+"""Each rule on runs that have its cause, just miss it, or cannot tell; expected numbers are worked out by hand.
+
+The planned run has 40 steps of 100 ms: 70 matmul (50 ideal), 20 other operators, 4 gaps, 5 optimizer, 1 data wait.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from flopmeter.diagnosis import RULES, Evidence, Finding, NotCheckedError
+from planned_runs import START_S, Plan, event, record
+
+PLAN = Plan()
+
+
+def look(rule: str, folder: Path, plan: Plan) -> Finding | None:
+    finding = RULES[rule].check(Evidence(plan.run(folder)))
+    assert finding is None or finding.rule == rule
+    return finding
+
+
+def find(rule: str, folder: Path, plan: Plan) -> Finding:
+    finding = look(rule, folder, plan)
+    assert finding is not None
+    assert finding.title
+    assert finding.evidence
+    assert finding.advice
+    return finding
+
+
+def gain_of(finding: Finding) -> tuple[float, float, float]:
+    assert finding.gain is not None
+    return finding.gain.low, finding.gain.expected, finding.gain.high
+
+
+def why_not(rule: str, folder: Path, plan: Plan) -> str:
+    with pytest.raises(NotCheckedError) as caught:
+        look(rule, folder, plan)
+    return str(caught.value)
+
+
+def workers(num: float, cores: float) -> dict[str, Any]:
+    metrics = {"resource/num_workers": num, "resource/worker_cpu_cores": cores}
+    return event("resources", START_S + 2, metrics=metrics)
+
+
+class TestDataRules:
+    waiting = PLAN.but(data_wait_s=0.101)  # half of a step of 200 ms, and a little
+
+    def test_workers_that_wait_are_a_stall(self, tmp_path: Path) -> None:
+        plan = self.waiting.but(events=(workers(4, 0.4),))
+        finding = find("data_stall", tmp_path, plan)
+        assert finding.lost == pytest.approx(0.505)
+        # All of it gone: 200/99; half of it gone: 200/149.5.
+        assert gain_of(finding) == pytest.approx((200 / 149.5 - 1, 200 / 99 - 1, 200 / 99 - 1))
+        assert "its 4 workers are busy for 10.0 % of the time each" in finding.evidence
+        assert look("cpu_preprocessing", tmp_path, plan) is None
+
+    def test_workers_that_compute_are_preprocessing(self, tmp_path: Path) -> None:
+        plan = self.waiting.but(events=(workers(4, 3.2),))
+        finding = find("cpu_preprocessing", tmp_path, plan)
+        assert gain_of(finding)[1] == pytest.approx(200 / 99 - 1)
+        assert look("data_stall", tmp_path, plan) is None
+
+    @pytest.mark.parametrize(("cpu_share", "rule"), [(0.05, "data_stall"), (0.95, "cpu_preprocessing")])
+    def test_without_workers_the_cpu_time_of_the_wait_decides(
+        self, tmp_path: Path, cpu_share: float, rule: str
+    ) -> None:
+        plan = self.waiting.but(metrics={"perf/data_wait_cpu_share": cpu_share}, events=(workers(0, 0),))
+        other = {"data_stall": "cpu_preprocessing", "cpu_preprocessing": "data_stall"}[rule]
+        assert "the training process" in find(rule, tmp_path, plan).evidence[1]
+        assert look(other, tmp_path, plan) is None
+
+    def test_long_waits_decide_and_not_the_many_short_ones(self, tmp_path: Path) -> None:
+        # Nine of ten batches are there after 1 ms of computing; every tenth takes 900 ms in which nothing computes.
+        lines = self.waiting.lines()
+        for line in [line for line in lines if line["kind"] == "step"]:
+            is_long = line["step"] % 10 == 0
+            step_s, wait_s, cpu_share = (1.0, 0.9, 0.0) if is_long else (0.1, 0.001, 1.0)
+            line["metrics"] |= {"perf/step_time": step_s, "perf/data_wait_share": wait_s / step_s}
+            line["metrics"] |= {"perf/data_wait_cpu_share": cpu_share}
+        evidence = Evidence(record(tmp_path, lines))
+        assert evidence.loader_busy == pytest.approx(0.009 / 0.909)
+        assert RULES["data_stall"].check(evidence) is not None
+
+    def test_where_cpu_time_is_unknown_the_wait_is_reported_and_the_cause_left_open(self, tmp_path: Path) -> None:
+        assert "not in the record" in find("data_stall", tmp_path, self.waiting).evidence[1]
+        assert "CPU time was not recorded" in why_not("cpu_preprocessing", tmp_path, self.waiting)
+
+    def test_a_short_wait_is_no_finding(self, tmp_path: Path) -> None:
+        assert look("data_stall", tmp_path, PLAN.but(data_wait_s=0.004)) is None
+        assert look("cpu_preprocessing", tmp_path, PLAN.but(data_wait_s=0.004)) is None
+
+    def test_on_a_gpu_a_wait_that_left_no_idle_time_is_no_finding(self, tmp_path: Path) -> None:
+        hidden = event("device_time", START_S + 2, num_steps=10, data_wait={"host_s": 1.0, "lost_s": 0.0})
+        assert look("data_stall", tmp_path, self.waiting.but(device="cuda", events=(hidden,))) is None
+
+
+class TestKernelLaunch:
+    def test_gaps_and_a_light_update_are_the_fixed_cost(self, tmp_path: Path) -> None:
+        # Batch of one: 7 + 2 ms of work, 6 ms of gaps, 4 ms of fused update, 1 ms of wait: 10 of 20 ms are fixed.
+        plan = PLAN.but(matmul_s=0.007, non_matmul_s=0.002, gap_s=0.006, optimizer_s=0.004)
+        finding = find("kernel_launch", tmp_path, plan)
+        assert finding.lost == pytest.approx(0.5)
+        assert gain_of(finding) == pytest.approx((20 / 15 - 1, 20 / 11.25 - 1, 1.0))
+        assert "500 operators a step" in finding.evidence
+
+    def test_an_update_in_a_loop_is_not_counted(self, tmp_path: Path) -> None:
+        plan = PLAN.but(optimizer_s=0.1, facts={"optimizer": "for-loop"})
+        assert look("kernel_launch", tmp_path, plan) is None
+
+    def test_gaps_behind_synchronisations_are_left_to_their_own_rule(self, tmp_path: Path) -> None:
+        plan = PLAN.but(gap_s=0.1, facts={"host_syncs": {"aten::_local_scalar_dense": 400}})  # of 500 operators
+        assert look("kernel_launch", tmp_path, plan) is None
+        assert find("kernel_launch", tmp_path, plan.but(facts={})).lost > 0.5
+
+    def test_a_host_bound_gpu_is_named_as_evidence(self, tmp_path: Path) -> None:
+        verdict = {"bound": "host", "reason": "the device waited for the host in 95% of 40 steps"}
+        bound = event("device_time", START_S + 2, num_steps=10, verdict=verdict)
+        plan = PLAN.but(gap_s=0.1, device="cuda", events=(bound,))
+        assert verdict["reason"] in find("kernel_launch", tmp_path, plan).evidence
+
+    def test_it_needs_a_sampled_step(self, tmp_path: Path) -> None:
+        assert why_not("kernel_launch", tmp_path, PLAN.but(num_profiles=0)) == "no step was sampled by the profiler"
+
+
+class TestRanks:
+    parallel = PLAN.but(header={"world_size": 2}, exposed_s=0.025)  # of steps of 125 ms
+
+    def test_exposed_communication_is_lost_time(self, tmp_path: Path) -> None:
+        finding = find("exposed_communication", tmp_path, self.parallel)
+        assert finding.lost == pytest.approx(0.2)
+        assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 1 / 0.82 - 1, 1 / 0.8 - 1))
+
+    def test_one_rank_alone_has_no_communication(self, tmp_path: Path) -> None:
+        assert look("exposed_communication", tmp_path, PLAN) is None
+        assert look("straggler", tmp_path, PLAN) is None
+
+    def test_communication_that_was_not_measured_is_not_checked(self, tmp_path: Path) -> None:
+        plan = PLAN.but(header={"world_size": 2}, num_profiles=0)
+        assert "not measured" in why_not("exposed_communication", tmp_path, plan)
+
+    def test_a_slow_peer_is_a_straggler(self, tmp_path: Path) -> None:
+        fields = {"rank": 1, "host": "node7", "phase": "forward_s", "since_step": 3, "cause": "slow_peer"}
+        plan = self.parallel.but(events=(event("straggler", START_S + 1, extra_s=0.025, **fields),))
+        finding = find("straggler", tmp_path, plan)
+        assert finding.lost == pytest.approx(0.2)
+        assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 0.25, 0.25))
+        assert "host node7, since step 3" in finding.evidence
+        assert "in forward" in finding.evidence[0]
+
+    def test_a_slow_network_is_no_straggler(self, tmp_path: Path) -> None:
+        plan = self.parallel.but(events=(event("straggler", START_S + 1, extra_s=0.025, cause="slow_network"),))
+        assert look("straggler", tmp_path, plan) is None
+        assert "the network is slow, not a rank" in find("exposed_communication", tmp_path, plan).evidence[1]
+
+    def test_statistics_that_agree_point_to_a_rank_before_it_is_named(self, tmp_path: Path) -> None:
+        # Own times of 100 and 130 ms: the mean is 115, and the slowest is 30 ms ahead of the other one.
+        def exchange(rank: int, slowest_s: float, blocked_s: float = 0.03) -> dict[str, Any]:
+            own = {"min": 0.1, "mean": 0.05 + slowest_s / 2, "max": slowest_s, "argmax": rank}
+            forward = {"min": 0.03, "mean": 0.045, "max": 0.06, "argmax": rank}
+            optimizer = {"min": 0.005, "mean": 0.005, "max": 0.005, "argmax": 0}
+            stats = {"own_s": own, "blocked_s": {"max": blocked_s}, "forward_s": forward, "optimizer_s": optimizer}
+            return event("ranks", START_S + 1, world_size=2, missing=[], stats=stats)
+
+        finding = find("straggler", tmp_path, self.parallel.but(events=(exchange(1, 0.13), exchange(1, 0.13))))
+        assert finding.title == "rank 1 holds up all others for 30 ms a step"
+        assert finding.lost == pytest.approx(0.030 / 0.125)
+        assert "in forward" in finding.evidence[0]
+        assert look("straggler", tmp_path, self.parallel.but(events=(exchange(1, 0.13), exchange(0, 0.13)))) is None
+        assert look("straggler", tmp_path, self.parallel.but(events=(exchange(1, 0.105),))) is None
+        assert look("straggler", tmp_path, self.parallel.but(events=(exchange(1, 0.13, blocked_s=0.5),))) is None
+
+    def test_ranks_that_did_not_report_are_not_checked(self, tmp_path: Path) -> None:
+        assert "no statistics of the other ranks" in why_not("straggler", tmp_path, self.parallel)
+        reported = self.parallel.but(events=(event("ranks", START_S + 1, world_size=2, missing=[], stats={}),))
+        assert look("straggler", tmp_path, reported) is None
+
+
+class TestEagerAttention:
+    seen: ClassVar[dict[str, Any]] = {
+        "eager_attention": {"calls": 24, "length": 256, "modules": ["blocks.0.attention"]}
+    }
+    top = (("aten::_softmax", 0.004, 12), ("aten::masked_fill", 0.006, 12), ("aten::bmm", 0.010, 24))
+
+    def test_scores_and_half_of_their_matmuls_are_lost(self, tmp_path: Path) -> None:
+        finding = find("eager_attention", tmp_path, PLAN.but(facts=self.seen, top=self.top))
+        assert finding.lost == pytest.approx(0.015 / 0.1)  # 4 + 6 + 10/2 of 100 ms
+        assert gain_of(finding) == pytest.approx((1 / 0.95 - 1, 1 / 0.85 - 1, 1 / 0.825 - 1))
+        assert "24 softmaxes over 256 x 256 scores in a step: blocks.0.attention" in finding.evidence
+
+    def test_other_passes_over_the_scores_are_counted_up_to_a_bound(self, tmp_path: Path) -> None:
+        few, many = (("aten::div", 0.003, 12),), (("aten::div", 0.003, 12), ("aten::copy_", 0.050, 90))
+        found = [
+            find("eager_attention", tmp_path, PLAN.but(facts=self.seen, top=self.top + more)) for more in (few, many)
+        ]
+        assert found[0].lost == pytest.approx((0.015 + 0.003) / 0.1)
+        assert found[1].lost == pytest.approx((0.015 + 1.5 * 0.010) / 0.1)  # of 53 ms, 1.5 times those of the scores
+
+    def test_the_softmax_of_the_loss_and_other_products_are_not_counted(self, tmp_path: Path) -> None:
+        others = (("aten::_log_softmax", 0.030, 1), ("aten::addmm", 0.050, 24), ("aten::mul", 0.02, 9))
+        assert look("eager_attention", tmp_path, PLAN.but(facts=self.seen, top=others)) is None
+
+    def test_without_a_sampled_step_no_gain_is_promised(self, tmp_path: Path) -> None:
+        finding = find("eager_attention", tmp_path, PLAN.but(facts=self.seen, num_profiles=0))
+        assert finding.gain is None
+
+    def test_fused_attention_is_fine_and_an_unobserved_run_is_not_checked(self, tmp_path: Path) -> None:
+        assert look("eager_attention", tmp_path, PLAN) is None
+        assert "event `facts`" in why_not("eager_attention", tmp_path, PLAN.but(facts=None))
+
+
+class TestNumberFormats:
+    h100: ClassVar[dict[str, Any]] = {"device": "NVIDIA H100 80GB HBM3"}
+
+    def test_float64_halves_all_computing(self, tmp_path: Path) -> None:
+        finding = find("fp32_matmul", tmp_path, PLAN.but(facts={"matmul_dtypes": {"float64": 9e9}}))
+        # Half of 70 matmul + 20 other operators + 5 optimizer = 47.5 of 100 ms; at least half of 70.
+        assert finding.lost == pytest.approx(0.475)
+        assert gain_of(finding)[:2] == pytest.approx((1 / 0.65 - 1, 1 / 0.525 - 1))
+
+    def test_float32_on_a_gpu_with_bf16_is_flagged_by_the_ratio_of_the_peaks(self, tmp_path: Path) -> None:
+        finding = find("fp32_matmul", tmp_path, PLAN.but(header=self.h100, facts={"tf32": False}))
+        saved = 0.070 * (1 - 66.9 / 989.4)  # NVIDIA's sheet: 66.9 TFLOP/s fp32, 989.4 bf16
+        assert gain_of(finding)[2] == pytest.approx(1 / (1 - saved / 0.1) - 1, rel=0.01)
+        assert finding.lost == pytest.approx(saved / 2 / 0.1, rel=0.01)
+
+    def test_tf32_and_bf16_are_fine(self, tmp_path: Path) -> None:
+        assert look("fp32_matmul", tmp_path, PLAN.but(header=self.h100, facts={"tf32": True})) is None
+        mixed = {"matmul_dtypes": {"bfloat16": 95.0, "float32": 5.0}}
+        assert look("fp32_matmul", tmp_path, PLAN.but(header=self.h100, facts=mixed)) is None
+
+    def test_on_a_cpu_only_float64_is_judged(self, tmp_path: Path) -> None:
+        assert "whether this CPU is faster in bf16" in why_not("fp32_matmul", tmp_path, PLAN)
+
+    def test_an_unknown_gpu_is_not_checked(self, tmp_path: Path) -> None:
+        assert "not on file" in why_not("fp32_matmul", tmp_path, PLAN.but(header={"device": "NVIDIA X999"}))
+
+    def test_the_count_serves_where_no_facts_are(self, tmp_path: Path) -> None:
+        count = event("count", START_S + 1, by_dtype={"float64": 1.0})
+        assert find("fp32_matmul", tmp_path, PLAN.but(facts=None, events=(count,))).lost == pytest.approx(0.475)
+        assert "no observed step counted" in why_not("fp32_matmul", tmp_path, PLAN.but(facts=None))
+
+
+class TestPadding:
+    def test_the_gain_is_processed_over_useful(self, tmp_path: Path) -> None:
+        finding = find("padding_waste", tmp_path, PLAN.but(processed=1.6))
+        waste = 1 - 1 / 1.6
+        # 90 of 100 ms are work that grows with tokens; shorter batches would save the padded share of it.
+        assert finding.lost == pytest.approx(waste * 0.090 / 0.1)
+        assert gain_of(finding) == pytest.approx((1 / (1 - waste * 0.9) - 1, 0.6, 0.6))
+
+    def test_a_little_padding_is_fine(self, tmp_path: Path) -> None:
+        assert look("padding_waste", tmp_path, PLAN.but(processed=1.08)) is None
+
+    def test_without_masks_it_is_not_checked(self, tmp_path: Path) -> None:
+        lines = PLAN.lines()
+        for line in lines:
+            line.get("metrics", {}).pop("perf/mfu_processed", None)
+        with pytest.raises(NotCheckedError, match="no step has perf/mfu_processed"):
+            RULES["padding_waste"].check(Evidence(record(tmp_path, lines)))
+
+
+class TestRecompute:
+    again = PLAN.but(recompute_s=0.025)  # of steps of 125 ms
+
+    def test_the_recomputed_seconds_are_lost(self, tmp_path: Path) -> None:
+        finding = find("recompute", tmp_path, self.again)
+        assert finding.lost == pytest.approx(0.2)
+        assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 0.25, 0.25))
+
+    def test_a_full_gpu_needs_it(self, tmp_path: Path) -> None:
+        full, half = (event("resources", START_S, metrics={"resource/gpu_memory_share": x}) for x in (0.93, 0.45))
+        assert look("recompute", tmp_path, self.again.but(events=(full,))) is None
+        assert "45.0 % full" in find("recompute", tmp_path, self.again.but(events=(half,))).evidence[1]
+
+    def test_what_fused_attention_recomputes_is_fine(self, tmp_path: Path) -> None:
+        assert look("recompute", tmp_path, PLAN.but(num_profiles=0, metrics={"perf/hfu": 0.53})) is None
+
+
+class TestOptimizer:
+    def test_a_loop_leaves_seven_lengths_of_three_an_operator(self, tmp_path: Path) -> None:
+        # 25 of 120 ms, 14 operators a tensor: 7 of 42 lengths remain, so 5/6 of the 25 ms can go.
+        facts = {"optimizer": "for-loop", "num_optimizer_ops": 140, "num_parameter_tensors": 10}
+        finding = find("optimizer_heavy", tmp_path, PLAN.but(optimizer_s=0.025, facts=facts))
+        saved = 25 * 5 / 6
+        assert finding.lost == pytest.approx(saved / 120)
+        assert gain_of(finding) == pytest.approx((120 / 107.5 - 1, 120 / (120 - saved) - 1, 120 / 95 - 1))
+        assert "140 operators for 10 tensors" in finding.evidence[1]
+
+    def test_an_optimizer_of_ones_own_is_judged_by_its_operators(self, tmp_path: Path) -> None:
+        facts = {"optimizer": None, "num_optimizer_ops": 140, "num_parameter_tensors": 10}
+        assert find("optimizer_heavy", tmp_path, PLAN.but(optimizer_s=0.025, facts=facts)).rule == "optimizer_heavy"
+        facts["num_optimizer_ops"] = 20
+        assert look("optimizer_heavy", tmp_path, PLAN.but(optimizer_s=0.025, facts=facts)) is None
+
+    @pytest.mark.parametrize("kind", ["fused", "foreach"])
+    def test_a_fused_update_is_not_the_cause(self, tmp_path: Path, kind: str) -> None:
+        assert look("optimizer_heavy", tmp_path, PLAN.but(optimizer_s=0.1, facts={"optimizer": kind})) is None
+
+    def test_a_cheap_update_is_fine_and_an_unseen_one_is_not_checked(self, tmp_path: Path) -> None:
+        assert look("optimizer_heavy", tmp_path, PLAN.but(facts={"optimizer": "for-loop"})) is None
+        assert "was not seen" in why_not("optimizer_heavy", tmp_path, PLAN.but(optimizer_s=0.1, facts=None))
+
+
+class TestHostSync:
+    facts: ClassVar[dict[str, Any]] = {
+        "host_syncs": {"aten::_local_scalar_dense": 100},
+        "host_sync_places": ["train.py:42"],
+    }
+    top = (("aten::_local_scalar_dense", 0.010, 100),)
+
+    def test_on_a_cpu_the_calls_and_their_share_of_the_gaps_are_lost(self, tmp_path: Path) -> None:
+        # 100 of 500 operators: a fifth of 20 ms of gaps, and 10 ms of calls, of 116 ms.
+        finding = find("host_sync", tmp_path, PLAN.but(gap_s=0.020, facts=self.facts, top=self.top))
+        assert finding.lost == pytest.approx(0.014 / 0.116)
+        assert gain_of(finding) == pytest.approx((116 / 109 - 1, 116 / 102 - 1, 116 / 102 - 1))
+        assert "seen in a step: aten::_local_scalar_dense x 100; at train.py:42" in finding.evidence
+
+    def test_on_a_gpu_a_call_costs_a_hundred_launches(self, tmp_path: Path) -> None:
+        # Five calls, each followed by a hundred launches of 10 us during which the device waits: 5 of 116 ms.
+        facts = {"host_syncs": {"aten::_local_scalar_dense": 5}}
+        finding = find("host_sync", tmp_path, PLAN.but(gap_s=0.020, facts=facts, device="cuda"))
+        assert finding.lost == pytest.approx(0.005 / 0.116)
+        assert gain_of(finding)[2] == pytest.approx(116 / 96 - 1)  # all gaps, at most
+
+    def test_reading_the_loss_once_costs_nothing_on_a_cpu(self, tmp_path: Path) -> None:
+        assert look("host_sync", tmp_path, PLAN.but(facts={"host_syncs": {"aten::_local_scalar_dense": 1}})) is None
+
+    def test_what_it_costs_needs_a_sampled_step(self, tmp_path: Path) -> None:
+        assert "to tell what that costs" in why_not("host_sync", tmp_path, PLAN.but(facts=self.facts, num_profiles=0))
+        assert look("host_sync", tmp_path, PLAN.but(num_profiles=0)) is None
+
+
+class TestPauses:
+    def test_garbage_collection(self, tmp_path: Path) -> None:
+        collected = event("gc", START_S + 4, duration_s=0.4, num=80, longest_s=0.02)
+        finding = find("gc_pause", tmp_path, PLAN.but(events=(collected,)))
+        assert finding.lost == pytest.approx(0.1)
+        assert gain_of(finding) == pytest.approx((1 / 0.95 - 1, 1 / 0.9 - 1, 1 / 0.9 - 1))
+        assert finding.evidence == ("80 collections in 0.4 s, the longest of 20 ms, in 40 steps",)
+        few = event("gc", START_S + 4, duration_s=0.02, num=80, longest_s=0.001)
+        assert look("gc_pause", tmp_path, PLAN.but(events=(few,))) is None
+        assert "not recorded" in why_not("gc_pause", tmp_path, PLAN)
+
+    @pytest.mark.parametrize("name", ["checkpoint", "save_model", "ckpt"])
+    def test_checkpoints(self, tmp_path: Path, name: str) -> None:
+        finding = find("checkpoint_pause", tmp_path, PLAN.but(pauses=((name, 1.0),)))
+        assert finding.lost == pytest.approx(0.2)
+        assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 1 / 0.81 - 1, 0.25))
+        assert look("eval_pause", tmp_path, PLAN.but(pauses=((name, 1.0),))) is None
+
+    @pytest.mark.parametrize("name", ["eval", "evaluation", "validate"])
+    def test_evaluation(self, tmp_path: Path, name: str) -> None:
+        finding = find("eval_pause", tmp_path, PLAN.but(pauses=((name, 1.0),)))
+        assert finding.lost == pytest.approx(0.2)
+        assert gain_of(finding) == pytest.approx((1 / 0.95 - 1, 1 / 0.9 - 1, 1 / 0.84 - 1))
+        assert look("checkpoint_pause", tmp_path, PLAN.but(pauses=((name, 1.0),))) is None
+
+    def test_short_pauses_are_fine(self, tmp_path: Path) -> None:
+        plan = PLAN.but(pauses=(("evaluation", 0.1), ("checkpoint", 0.1)))
+        assert look("eval_pause", tmp_path, plan) is None
+        assert look("checkpoint_pause", tmp_path, plan) is None
+
+
+class TestSlowSag:
+    def run_of(self, mfu: list[float], folder: Path, step_s: float = 10.0, *events: dict[str, Any]) -> Evidence:
+        lines: list[dict[str, Any]] = [{"kind": "header", "schema": 1, "started_at": START_S}]
+        for place, value in enumerate(mfu):
+            metrics = {"perf/step_time": step_s, "perf/mfu": value, "perf/data_wait_share": 0.0}
+            lines.append({"kind": "step", "step": place, "time": START_S + step_s * (place + 1), "metrics": metrics})
+        return Evidence(record(folder, [*lines, *events]))
+
+    def test_a_run_that_keeps_falling_is_found(self, tmp_path: Path) -> None:
+        # 100 steps of 10 s, from 0.50 down by 0.002 a step. Medians: 0.481 in the first fifth, 0.321 in the last.
+        evidence = self.run_of([0.5 - 0.002 * step for step in range(100)], tmp_path)
+        finding = RULES["slow_sag"].check(evidence)
+        assert finding is not None
+        assert finding.title == "computing has become 33.3 % slower since the run began"  # 1 - 0.321/0.481
+        assert finding.lost == pytest.approx(1 - 0.401 / 0.481, abs=0.01)
+
+    def test_steps_that_vary_are_no_fall(self, tmp_path: Path) -> None:
+        assert RULES["slow_sag"].check(self.run_of([0.5, 0.4] * 50, tmp_path)) is None
+
+    def test_waiting_for_data_is_no_fall(self, tmp_path: Path) -> None:
+        evidence = self.run_of([0.5] * 50 + [0.25] * 50, tmp_path)
+        evidence.run.columns["perf/data_wait_share"][50:] = type(evidence.run.time)("d", [0.5] * 50)
+        assert RULES["slow_sag"].check(evidence) is None
+
+    def test_a_short_run_is_judged_only_when_the_monitor_saw_a_fall(self, tmp_path: Path) -> None:
+        mfu = [0.5] * 50 + [0.25] * 50
+        with pytest.raises(NotCheckedError, match="shorter than 15 minutes"):
+            RULES["slow_sag"].check(self.run_of(mfu, tmp_path, 0.1))
+        regime = event("regime", START_S + 7, from_mfu=0.5, to_mfu=0.25, since_step=50)
+        finding = RULES["slow_sag"].check(self.run_of(mfu, tmp_path, 0.1, regime))
+        assert finding is not None
+        assert finding.lost == pytest.approx(0.25)
+        assert "the monitor saw it fall at step 50" in finding.evidence
+
+
+class TestShapes:
+    odd: ClassVar[dict[str, Any]] = {"odd_sizes": [{"module": "lm_head", "dimension": "out_features", "size": 50257}]}
+    count = event("count", START_S + 1, by_module={"lm_head": 30.0, "blocks": 70.0})
+
+    def test_odd_sizes_lose_their_share_of_matmul_time_on_a_gpu(self, tmp_path: Path) -> None:
+        # 30 % of the 20 ms that matmuls lose of 100 ms; half of it is expected back.
+        plan = PLAN.but(facts=self.odd, device="cuda", events=(self.count,))
+        finding = find("ragged_shapes", tmp_path, plan)
+        assert finding.lost == pytest.approx(0.03)
+        assert gain_of(finding) == pytest.approx((0.0, 1 / 0.97 - 1, 1 / 0.94 - 1))
+        assert "lm_head: out_features 50257" in finding.evidence
+
+    def test_on_a_cpu_odd_sizes_are_fine(self, tmp_path: Path) -> None:
+        assert look("ragged_shapes", tmp_path, PLAN.but(facts=self.odd)) is None
+
+    def test_recompiling_again_and_again_is_found(self, tmp_path: Path) -> None:
+        finding = find("ragged_shapes", tmp_path, PLAN.but(facts={"num_recompiles": 12, "num_shapes": 30}))
+        assert "compiled again 12 times, for 30 shapes" in finding.evidence
+        assert finding.gain is None
+        assert look("ragged_shapes", tmp_path, PLAN.but(facts={"num_recompiles": 2})) is None
+
+
+class TestMemoryBound:
+    moving = PLAN.but(non_matmul_s=0.120, top=(("aten::addmm", 0.070, 9), ("aten::gelu", 0.060, 12)))
+
+    def test_half_of_the_moving_is_expected_back(self, tmp_path: Path) -> None:
+        finding = find("memory_bound", tmp_path, self.moving)
+        assert finding.lost == pytest.approx(0.6)
+        assert gain_of(finding) == pytest.approx((1 / 0.85 - 1, 1 / 0.7 - 1, 1 / 0.6 - 1))
+        assert finding.evidence == ("the longest of them in a step: aten::gelu 60 ms",)
+
+    def test_a_compiled_model_is_promised_nothing(self, tmp_path: Path) -> None:
+        assert find("memory_bound", tmp_path, self.moving.but(facts={"is_compiled": True})).gain is None
+
+    def test_a_usual_share_is_fine(self, tmp_path: Path) -> None:
+        assert look("memory_bound", tmp_path, PLAN) is None
+
+
+class TestImpossible:
+    def test_an_mfu_above_one_is_found_with_its_peak(self, tmp_path: Path) -> None:
+        peak = event("peak", START_S, dtype="fp32", flop_per_s=2e12, source="derived")
+        finding = find("impossible_mfu", tmp_path, PLAN.but(ideal_s=0.130, events=(peak,)))
+        assert finding.lost == pytest.approx(1.3)
+        assert finding.gain is None
+        assert "peak: 2 TFLOP/s fp32, derived" in finding.evidence
+
+    def test_an_hfu_above_one_is_found_too(self, tmp_path: Path) -> None:
+        assert find("impossible_mfu", tmp_path, PLAN.but(metrics={"perf/hfu": 1.01})).lost == pytest.approx(1.01)
+
+    def test_a_possible_one_is_fine_and_an_unknown_one_is_not_checked(self, tmp_path: Path) -> None:
+        assert look("impossible_mfu", tmp_path, PLAN) is None
+        assert why_not("impossible_mfu", tmp_path, PLAN.but(ideal_s=None)) == "no step has perf/mfu"
