@@ -1,0 +1,269 @@
+"""Which of these runs is better, in what, and is the difference more than noise?
+
+    from flopmeter import load_run
+    from flopmeter.compare import compare
+
+    compare([load_run("runs/before"), load_run("runs/after")]).row("mfu").changes[1].is_beyond_noise
+
+The first run is the baseline: every other one is held against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flopmeter.compare.noise import CONFIDENCE, MIN_STEPS, interval, redraw
+from flopmeter.compare.predictions import Prediction, check_prediction
+from flopmeter.compare.quantities import QUANTITIES, Quantity, figures_of, ratios_of
+from flopmeter.compare.settings import peaks_of, settings_of
+from flopmeter.errors import ConfigError
+from flopmeter.record import Run
+
+if TYPE_CHECKING:
+    from flopmeter.diagnosis import Diagnosis
+
+MAX_RUNS = 50
+SAME_WORK = 0.01
+"""Steps whose model FLOPs differ by less do the same work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """How a figure differs from the baseline's."""
+
+    value: float
+    """Ratio minus one; for a part of the time, the difference (0.05 = 5 points)."""
+    low: float | None
+    """Lower end of the interval; None when the steps are too few to tell."""
+    high: float | None
+    """Upper end of it."""
+    is_beyond_noise: bool | None
+    """Whether no change lies outside the interval; None when that cannot be told."""
+    is_better: bool | None
+    """Whether the direction is a gain; None where it is neither."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One figure of all runs."""
+
+    quantity: Quantity
+    """Which figure."""
+    values: tuple[float | None, ...]
+    """By run; None where it is unknown."""
+    changes: tuple[Change | None, ...]
+    """By run; None for the baseline and where a value is unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Symptom:
+    """One finding of the diagnosis, over all runs."""
+
+    rule: str
+    """Name of the rule."""
+    title: str
+    """What it says of the first run that has it."""
+    lost: tuple[float | None, ...]
+    """Share of wall time lost to it, by run; None where it was not found."""
+    gains: tuple[float | None, ...]
+    """Speed-up that mending it promises, by run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Several runs side by side."""
+
+    names: tuple[str, ...]
+    """Shortest names that tell the runs apart; the first is the baseline."""
+    paths: tuple[str, ...]
+    """Files that were read."""
+    rows: tuple[Row, ...]
+    """Figures that at least one run has."""
+    parts: Mapping[str, tuple[float | None, ...]]
+    """Parts of the waterfall, as shares of wall time, by run."""
+    symptoms: tuple[Symptom, ...]
+    """What the diagnoses found."""
+    settings: Mapping[str, tuple[str | None, ...]]
+    """Settings in which the runs differ."""
+    predictions: tuple[Prediction | None, ...]
+    """Whether the baseline's diagnosis was right, by run."""
+    notes: tuple[str, ...]
+    """What makes the comparison less than fair."""
+    confidence: float = CONFIDENCE
+    """Of the intervals."""
+
+    def row(self, name: str) -> Row:
+        """The figure of that name."""
+        return next(row for row in self.rows if row.quantity.name == name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON: what is not finite is None."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+def compare(runs: Sequence[Run], names: Sequence[str] | None = None) -> Comparison:
+    """Hold every run against the first.
+
+    Raises:
+        ConfigError: There are fewer than two runs, or more than `MAX_RUNS`.
+    """
+    if not 2 <= len(runs) <= MAX_RUNS:
+        raise ConfigError(f"compare takes 2 to {MAX_RUNS} runs, not {len(runs)}")
+    from flopmeter.diagnosis import diagnose
+
+    diagnoses = [diagnose(run) for run in runs]
+    rows = _rows(runs)
+    return Comparison(
+        names=tuple(names or names_of([run.path for run in runs])),
+        paths=tuple(str(run.path) for run in runs),
+        rows=rows,
+        parts=_parts(diagnoses),
+        symptoms=_symptoms(diagnoses),
+        settings=_differing([settings_of(run) for run in runs]),
+        predictions=tuple(_prediction(runs, rows, diagnoses, place) for place in range(len(runs))),
+        notes=tuple(_notes(runs, rows)),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """As few last parts of each path as tell them apart; the file name counts only where it must."""
+    parts = [path.parts[:-1] if path.name == "run.jsonl" and len(path.parts) > 1 else path.parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(part[-1:])} ({place})" for place, part in enumerate(parts, start=1)]
+
+
+def _rows(runs: Sequence[Run]) -> tuple[Row, ...]:
+    figures = [figures_of(run) for run in runs]
+    draws = [_draws(run, place) for place, run in enumerate(runs)]
+    rows = []
+    for quantity in QUANTITIES:
+        values = tuple(of_run[quantity.name] for of_run in figures)
+        if any(value is not None for value in values):
+            drawn = [of_run.get(quantity.name) for of_run in draws]
+            others = zip(values[1:], drawn[1:], strict=True)
+            changes = (_change(quantity, values[0], value, drawn[0], draw) for value, draw in others)
+            rows.append(Row(quantity=quantity, values=values, changes=(None, *changes)))
+    return tuple(rows)
+
+
+def _draws(run: Run, place: int) -> dict[str, list[float]]:
+    drawn = {name: redraw(ratio, f"{place} {name}") for name, ratio in ratios_of(run, run.steady()).items()}
+    return {name: draws for name, draws in drawn.items() if draws is not None}
+
+
+def _change(
+    quantity: Quantity,
+    before: float | None,
+    after: float | None,
+    drawn_before: list[float] | None,
+    drawn_after: list[float] | None,
+) -> Change | None:
+    if before is None or after is None or (before <= 0 and not quantity.is_part):
+        return None
+    value, low, high = _difference(quantity, before, after), None, None
+    if drawn_before and drawn_after and (quantity.is_part or min(drawn_before) > 0):
+        low, high = interval([_difference(quantity, a, b) for a, b in zip(drawn_before, drawn_after, strict=True)])
+    wanted = {"more": value > 0, "less": value < 0, None: None}[quantity.better]
+    return Change(
+        value=value,
+        low=low,
+        high=high,
+        is_beyond_noise=None if low is None or high is None else not low <= 0 <= high,
+        is_better=wanted if value else None,
+    )
+
+
+def _difference(quantity: Quantity, before: float, after: float) -> float:
+    return after - before if quantity.is_part else after / before - 1
+
+
+def _parts(diagnoses: Sequence[Diagnosis]) -> dict[str, tuple[float | None, ...]]:
+    shares = [{part.name: part.share for part in diagnosis.waterfall.parts} for diagnosis in diagnoses]
+    return {name: tuple(of_run.get(name) for of_run in shares) for name in dict.fromkeys(n for s in shares for n in s)}
+
+
+def _symptoms(diagnoses: Sequence[Diagnosis]) -> tuple[Symptom, ...]:
+    by_rule = [{found.rule: found for found in diagnosis.findings if found.lost > 0} for diagnosis in diagnoses]
+    titles = {rule: finding.title for of_run in reversed(by_rule) for rule, finding in of_run.items()}
+    symptoms = [
+        Symptom(
+            rule=rule,
+            title=title,
+            lost=tuple(of_run[rule].lost if rule in of_run else None for of_run in by_rule),
+            gains=tuple(gain.expected if (f := of_run.get(rule)) and (gain := f.gain) else None for of_run in by_rule),
+        )
+        for rule, title in titles.items()
+    ]
+    return tuple(sorted(symptoms, key=lambda symptom: -max(lost or 0.0 for lost in symptom.lost)))
+
+
+def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, tuple[str | None, ...]]:
+    names = dict.fromkeys(name for of_run in settings for name in of_run)
+    values = {name: tuple(of_run.get(name) for of_run in settings) for name in names}
+    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+
+
+def _prediction(
+    runs: Sequence[Run], rows: Sequence[Row], diagnoses: Sequence[Diagnosis], place: int
+) -> Prediction | None:
+    if place == 0:
+        return None
+    by, measured = _speed_up(rows, diagnoses[0].waterfall.mfu, diagnoses[place].waterfall.mfu, place)
+    if not _is_same_task(runs[0], runs[place]):
+        by, measured = "", None
+    return check_prediction(diagnoses[0].findings, diagnoses[place].findings, by, measured)
+
+
+def _is_same_task(run: Run, other: Run) -> bool:
+    """Whether one could stand in for the other: only then does a cure show in the difference."""
+    names = ("model", "num_parameters", "device", "world_size", "convention")
+    is_same = all(getattr(run.header, name) == getattr(other.header, name) for name in names)
+    return is_same and peaks_of(run) == peaks_of(other)
+
+
+def _speed_up(rows: Sequence[Row], before: float | None, after: float | None, place: int) -> tuple[str, Change | None]:
+    """How much more work is done per second of wall time; the steps' own noise is taken for that of the whole."""
+    changes = {row.quantity.name: row.changes[place] for row in rows}
+    steady = changes.get("mfu")
+    if before and after and steady:
+        value = after / before - 1
+        scale = (1 + value) / (1 + steady.value)
+        low, high = (None if end is None else scale * (1 + end) - 1 for end in (steady.low, steady.high))
+        return "MFU over wall time", replace(steady, value=value, low=low, high=high)
+    by = "tokens_per_second" if changes.get("tokens_per_second") else "steps_per_second"
+    return by.replace("_", " "), changes.get(by)
+
+
+def _notes(runs: Sequence[Run], rows: Sequence[Row]) -> Iterator[str]:
+    names, first = names_of([run.path for run in runs]), runs[0]
+    work = next((row for row in rows if row.quantity.name == "model_flop"), None)
+    for place, run in enumerate(runs[1:], start=1):
+        change = work.changes[place] if work else None
+        if change and abs(change.value) > SAME_WORK:
+            yield (
+                f"a step of {names[place]} does {1 + change.value:.3g} times the work of a step of {names[0]}: "
+                "compare MFU and tokens per second, not step time"
+            )
+        if peaks_of(run) != peaks_of(first):
+            yield f"the MFU of {names[place]} is held against another peak than that of {names[0]}"
+        if run.header.convention != first.header.convention:
+            yield f"{names[place]} counts FLOPs by another convention than {names[0]}"
+    for name, run in zip(names, runs, strict=True):
+        num_steady = len(run.steady())
+        if num_steady < MIN_STEPS:
+            yield f"{name} has {num_steady} steady steps; {MIN_STEPS} are needed to tell a difference from noise"

@@ -1,0 +1,99 @@
+"""Which figures of a run are held against those of another, and what counts as better?"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flopmeter.compare.noise import Ratio
+from flopmeter.goodput import goodput
+from flopmeter.metrics import summarise
+from flopmeter.record import Run
+from flopmeter.schema import PHASES
+
+Unit = Literal["share", "s", "1/s", "FLOP"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """One figure of a run."""
+
+    name: str
+    """As `--fail-if` writes it."""
+    label: str
+    """As people read it."""
+    unit: Unit
+    """A share is compared by difference where it is a part of the time (`is_part`), all else by ratio."""
+    better: Literal["more", "less", None] = None
+    """Which direction is a gain; None where it depends."""
+    is_part: bool = False
+    """Whether it is a part of the step time: its change is given in points."""
+
+
+_GOES_LOST = ("data_wait", "host_to_device", "exposed_communication", "overhead")
+
+
+def _part(name: str) -> Quantity:
+    better: Literal["less", None] = "less" if name in _GOES_LOST else None
+    label = name.replace("_", " ").capitalize()
+    return Quantity(name=f"{name}_share", label=label, unit="share", better=better, is_part=True)
+
+
+QUANTITIES: tuple[Quantity, ...] = (
+    Quantity(name="mfu", label="MFU", unit="share", better="more"),
+    Quantity(name="hfu", label="HFU", unit="share", better="more"),
+    Quantity(name="step_time", label="Step time, mean", unit="s", better="less"),
+    Quantity(name="step_time_median", label="Step time, median", unit="s", better="less"),
+    Quantity(name="step_time_p95", label="Step time, p95", unit="s", better="less"),
+    Quantity(name="steps_per_second", label="Steps per second", unit="1/s", better="more"),
+    Quantity(name="tokens_per_second", label="Tokens per second", unit="1/s", better="more"),
+    Quantity(name="samples_per_second", label="Samples per second", unit="1/s", better="more"),
+    Quantity(name="goodput", label="Goodput", unit="share", better="more", is_part=True),
+    Quantity(name="model_flop", label="FLOPs per step", unit="FLOP"),
+    *map(_part, (*PHASES, "exposed_communication", "overhead")),
+)
+LARGEST = 1e60
+"""Beyond it a figure is damage, and so is one that is not a number: its squares would overflow."""
+NAMES = tuple(quantity.name for quantity in QUANTITIES)
+
+_OF_STEPS = {"mfu", "hfu", "tokens_per_second", "samples_per_second"} | {q.name for q in QUANTITIES if q.is_part}
+_OF_STEPS -= {"goodput", "overhead_share"}
+"""Figures that every step has its own value of: the run's is their mean, weighted by time."""
+
+
+def figures_of(run: Run) -> dict[str, float | None]:
+    """Every quantity of a run, from its steady steps; None where it is unknown."""
+    steady = run.steady()
+    summary = summarise(run.columns, steady)
+    ratios = ratios_of(run, steady)
+    figures: dict[str, float | None] = {name: summary.get(f"perf/{name}") for name in NAMES}
+    figures |= {name: ratio.value() for name, ratio in ratios.items()}
+    figures |= {f"step_time_{which}": summary.get(f"step_time_{which}_s") for which in ("median", "p95")}
+    figures["goodput"] = goodput(run).share
+    return {name: value if value is not None and abs(value) < LARGEST else None for name, value in figures.items()}
+
+
+def ratios_of(run: Run, steady: Sequence[int]) -> Mapping[str, Ratio]:
+    """The figures whose noise the steps can tell, as sums over steps."""
+    step_s = run.column("perf/step_time")
+    ones = array("d", [1.0]) * len(run)
+    weights = {f"perf/{name}": step_s for name in _OF_STEPS if f"perf/{name}" in run.columns}
+    ratios = {key.removeprefix("perf/"): _weighted(run.columns[key], by, steady) for key, by in weights.items()}
+    ratios["step_time"] = _weighted(step_s, ones, steady)
+    ratios["steps_per_second"] = Ratio(ratios["step_time"].below, ratios["step_time"].above)
+    if "perf/model_flop" in run.columns:
+        ratios["model_flop"] = _weighted(run.columns["perf/model_flop"], ones, steady)
+    return ratios
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float], places: Sequence[int]) -> Ratio:
+    """Sum of value x weight over sum of weights; a step that lacks either counts for neither."""
+    ratio = Ratio([], [])
+    for place in places:
+        value, weight = values[place], weights[place]
+        if abs(value) < LARGEST and 0 < weight < LARGEST:
+            ratio.above.append(value * weight)
+            ratio.below.append(weight)
+    return ratio

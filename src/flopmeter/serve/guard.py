@@ -1,0 +1,152 @@
+"""Who may read, and what may a page of ours do in the browser?  Every request and every answer passes here.
+
+Only reading (GET, HEAD). Only under a host name that is ours, so that no foreign site can reach us by pointing its own
+name at this address. Never on behalf of another site. With a token where other machines can reach us. And a page of
+ours loads nothing from elsewhere and runs no script but the files that we serve.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+MAX_TOKEN_LENGTH = 200
+
+HEADERS = {
+    # Plotly sets the style of what it draws; no style can run a script or, with the rest closed, send anything away.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    "Server": "flopmeter",
+}
+
+
+class Guard:
+    """Stands before the application.
+
+    Args:
+        host: Address that the server listens at; one of this machine only is reached by its loopback names alone.
+        token: What a reader has to show; None lets everybody in who gets here.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:
+        self._app = app
+        self._token = token
+        self._is_local = is_loopback(host)
+        self._names = LOOPBACK_NAMES | {host.lower()} | (set() if self._is_local else {socket.gethostname().lower()})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer in the application's place, or let the request through and put our headers on the answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        from starlette.datastructures import MutableHeaders
+        from starlette.requests import Request
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        answer = self._refusal(Request(scope)) or self._app
+        await answer(scope, receive, send_guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        from starlette.responses import PlainTextResponse
+
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("flopmeter only answers GET and HEAD\n", 405, {"Allow": "GET, HEAD"})
+        if not self._is_our_name(request.headers.get("host", "")):
+            return PlainTextResponse("this is not a host name of this server\n", 421)
+        if _is_foreign(request):
+            return PlainTextResponse("requests from other sites are refused\n", 403)
+        return self._check_token(request) if self._token is not None else None
+
+    def _is_our_name(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        return name in self._names or (not self._is_local and _is_address(name))
+
+    def _check_token(self, request: Request) -> Response | None:
+        """None for a reader who has shown the token; a page that keeps it as a cookie when it came in the address."""
+        from starlette.responses import HTMLResponse, PlainTextResponse
+
+        cookie = f"flopmeter_{request.url.port or 80}"
+        given = parse_qs(request.url.query).get("token", [""])[0]
+        if self._is_token(given):
+            # A redirect would still count as coming from the site of the link, and the cookie would be withheld.
+            answer = HTMLResponse(_WELCOME)
+            answer.set_cookie(cookie, given, httponly=True, samesite="strict", path="/")
+            return answer
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
+            return None
+        if self._is_token(_cookie(request, cookie)):
+            return None
+        headers = {"WWW-Authenticate": "Bearer"}
+        return PlainTextResponse("a token is needed: open the address that flopmeter serve printed\n", 401, headers)
+
+    def _is_token(self, given: str) -> bool:
+        expected = self._token or ""
+        return len(given) <= MAX_TOKEN_LENGTH and hmac.compare_digest(given.encode(), expected.encode())
+
+
+_WELCOME = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>flopmeter</title><link rel="icon" href="data:,">
+<meta http-equiv="refresh" content="0; url=/"></head>
+<body><p><a href="/">Continue to the runs</a></p></body>
+</html>
+"""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(name: str) -> bool:
+    """Whether it is a number and not a name: names can be pointed anywhere, numbers cannot."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_foreign(request: Request) -> bool:
+    """Whether another site had it fetched; following a link to one of our pages is fine."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin != f"{request.url.scheme}://{request.headers.get('host', '')}":
+        return True
+    is_visit = (
+        request.headers.get("sec-fetch-mode") == "navigate" and request.headers.get("sec-fetch-dest") == "document"
+    )
+    return request.headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_visit
+
+
+def _cookie(request: Request, name: str) -> str:
+    try:
+        morsel = SimpleCookie(request.headers.get("cookie", "")).get(name)
+    except CookieError:
+        return ""
+    return morsel.value if morsel else ""
