@@ -400,3 +400,23 @@ def test_a_disk_that_is_really_full_lets_the_record_resume_when_there_is_space(
         subprocess.run(["umount", str(disk)], check=True)
     assert list(run.step) == list(range(500))
     assert run.skipped == []
+
+
+_VALUES = st.one_of(st.floats(), st.integers(), st.booleans(), st.none(), st.sampled_from(["NaN", "-Infinity", "x"]))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), _VALUES, max_size=6), max_size=30))
+def test_columns_hold_every_value_at_its_step_whatever_keys_the_steps_have(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    run = load_run(
+        write_lines(tmp_path / "run.jsonl", HEADER, *(step_line(place, **row) for place, row in enumerate(rows)))
+    )
+    words = {"NaN": math.nan, "-Infinity": -math.inf, "x": math.nan}
+    for key in {key for row in rows for key in row}:
+        for place, row in enumerate(rows):
+            value = row.get(key)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            expected = float(value) if is_number else words.get(str(value), math.nan)  # type: ignore[arg-type]
+            assert run.column(key)[place] == pytest.approx(expected, rel=0, abs=0, nan_ok=True)

@@ -8,6 +8,7 @@ window.compute({"bf16": 989.4e12})["perf/mfu"]          # 0.404
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class Window:
         for place, flop in enumerate((step.model_flop, step.hardware_flop, step.processed_flop)):
             self._flop[place] = _plus(self._flop[place], flop)
 
-    def compute(self, peak_flop_per_s: Mapping[str, float], num_devices: int = 1) -> dict[str, float]:
+    def compute(self, peak_flop_per_s: Mapping[str, float], num_devices: float = 1) -> dict[str, float]:
         """The window's metrics; what is not known for every step of it is left out."""
         wall_s = self._wall_s
         if not self._num_steps or wall_s <= 0:
@@ -153,6 +154,15 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _time_weighted(values: Sequence[float], step_s: Sequence[float], steady: Sequence[int]) -> float | None:
-    pairs = [(values[i], step_s[i]) for i in steady if math.isfinite(values[i]) and math.isfinite(step_s[i])]
-    total_s = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs) / total_s if total_s > 0 else None
+    mean = _weighted(values, step_s, steady)
+    if not math.isfinite(mean):
+        known = [i for i in steady if math.isfinite(values[i]) and math.isfinite(step_s[i])]
+        mean = _weighted(values, step_s, known)
+    return mean if math.isfinite(mean) else None
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float], places: Sequence[int]) -> float:
+    """NaN as soon as one place has one. Maps and no lists: a run may have a million steps."""
+    total = sum(map(weights.__getitem__, places))
+    products = map(operator.mul, map(values.__getitem__, places), map(weights.__getitem__, places))
+    return sum(products) / total if total > 0 else math.nan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import orjson
+import msgspec
 
 from flopmeter.errors import RecordError
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
@@ -24,6 +24,7 @@ MAX_EVENTS = 100_000
 MAX_FLAT = 1 << 17
 """Values that wait to be dealt out to their columns."""
 
+_decoder = msgspec.json.Decoder()
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -269,8 +270,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 def _parse(raw: bytes) -> Any:
     """One line as JSON; what the fast parser refuses, such as a bare NaN, the standard one decides."""
     try:
-        return orjson.loads(raw)
-    except ValueError:
+        return _decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return json.loads(raw)
 
 

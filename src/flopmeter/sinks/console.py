@@ -1,7 +1,8 @@
-"""One calm line in the terminal: rewritten in place on a TTY, a line every few seconds in a log file."""
+"""One calm line in the terminal: rewritten in place on a TTY; in a log file a line now and then, ever more rarely."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -11,30 +12,54 @@ from typing import TextIO
 from flopmeter.sinks import SinkContext
 
 TAKES_EVERY_STEP = True
+TERMINAL_INTERVAL_S = 0.5
 LOG_FILE_INTERVAL_S = 10.0
-TERMINAL_INTERVAL_S = 0.1
+LONGEST_INTERVAL_S = 600.0
+RARER = 0.05
+"""In a log file the next line waits for this share of the time so far: a run of three days leaves hundreds of lines."""
+
+_RATES = ("perf/mfu", "perf/tokens_per_second", "perf/data_wait_share")
 
 
 class Sink:
-    """Writes the latest numbers to the terminal."""
+    """Shows where the run stands. Performance is that of all steps since the last line, not of one lucky step."""
 
     def __init__(
         self, context: SinkContext, stream: TextIO | None = None, now_s: Callable[[], float] = monotonic
     ) -> None:
         self._stream = stream or sys.stderr
         self._now_s = now_s
-        self._is_terminal = self._stream.isatty()
-        self._last_s: float | None = None
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._first_s: float | None = None
+        self._last_s = 0.0
         self._is_line_open = False
+        self._since = Means()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, unless another was shown a moment ago."""
+        """Take in the step, and show it unless another line was written a moment ago."""
         now_s = self._now_s()
-        interval_s = TERMINAL_INTERVAL_S if self._is_terminal else LOG_FILE_INTERVAL_S
-        if self._last_s is not None and now_s - self._last_s < interval_s:
+        self._since.add(metrics)
+        if self._first_s is None:
+            self._first_s = now_s
+        elif now_s - self._last_s < self._interval_s(now_s - self._first_s):
             return
         self._last_s = now_s
-        line = format_line(step, metrics)
+        means, self._since = self._since.compute(), Means()
+        self._write(format_line(step, {**metrics, **means}))
+
+    def close(self) -> None:
+        """Leave the last line standing."""
+        if self._is_line_open:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._is_line_open = False
+
+    def _interval_s(self, run_s: float) -> float:
+        if self._is_terminal:
+            return TERMINAL_INTERVAL_S
+        return min(max(LOG_FILE_INTERVAL_S, RARER * run_s), LONGEST_INTERVAL_S)
+
+    def _write(self, line: str) -> None:
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             self._stream.write(f"\r\x1b[2K{line[:width]}")
@@ -43,12 +68,32 @@ class Sink:
             self._stream.write(line + "\n")
         self._stream.flush()
 
-    def close(self) -> None:
-        """Leave the last line standing."""
-        if self._is_line_open:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._is_line_open = False
+
+class Means:
+    """Step time and rates over the steps since the last line, weighted by step time; running sums, no list."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._wall_s = 0.0
+        self._sums = {key: [0.0, 0.0] for key in _RATES}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Take in one step."""
+        step_s = metrics.get("perf/step_time")
+        if step_s is None:
+            return
+        self._num_steps += 1
+        self._wall_s += step_s
+        for key, sums in self._sums.items():
+            value = metrics.get(key)
+            if value is not None:
+                sums[0] += value * step_s
+                sums[1] += step_s
+
+    def compute(self) -> dict[str, float]:
+        """What is known of each."""
+        result = {key: total / wall_s for key, (total, wall_s) in self._sums.items() if wall_s > 0}
+        return {**result, "perf/step_time": self._wall_s / self._num_steps} if self._num_steps else result
 
 
 def format_line(step: int, metrics: Mapping[str, float]) -> str:

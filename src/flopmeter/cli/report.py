@@ -1,0 +1,69 @@
+"""`flopmeter report`: one page about a run, to look at and to send on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flopmeter.errors import RecordError
+from flopmeter.report import check_format, place_of, render_facts, write_text
+
+
+def command(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder, its run.jsonl, or a trace of torch.profiler.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write. Default: report.html beside the run file.")
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="html, md, json or txt; without -o the last three go to stdout.")
+    ] = None,
+) -> None:
+    """Write a run's report as one HTML page that works offline; on a terminal, print its summary too.
+
+    Example: flopmeter report runs/demo -o report.html
+    """
+    if format is not None:
+        check_format(format)
+    goes_to_stdout = output is None and format not in (None, "html")
+    beside = run if run.is_dir() else run.parent
+    target, kind = (beside, str(format)) if goes_to_stdout else place_of(output or beside, format)
+    from rich.console import Console
+
+    from flopmeter.report._facts import facts_of
+    from flopmeter.traces import load_any
+
+    talk = Console(stderr=True)
+    with talk.status("Reading the run ..."):
+        loaded = load_any(run)
+    with talk.status("Making the report ..."):
+        facts = facts_of(loaded)
+        text = render_facts(facts, kind)
+    if goes_to_stdout:
+        _print(text)
+        return
+    _write(text, target)
+    if sys.stdout.isatty():
+        from flopmeter.report._terminal import show
+
+        console = Console(markup=False, highlight=False, emoji=False)
+        show(facts, console)
+        console.print()
+    typer.echo(f"Report: {target}")
+
+
+def _print(text: str) -> None:
+    """A terminal that cannot show a sign gets a question mark, not an error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "replace").decode(encoding))
+
+
+def _write(text: str, target: Path) -> None:
+    try:
+        write_text(text, target)
+    except OSError as error:
+        raise RecordError(f"cannot write the report to {target}: {error.strerror}") from None

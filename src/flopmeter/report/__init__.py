@@ -1,0 +1,111 @@
+"""How does a run look to a reader? One file in this folder per format, named as users write it after `--format`.
+
+    from flopmeter import load_run, write_report
+
+    write_report(load_run("runs/mine"), "report.html")
+
+Each format has a function `render(facts) -> str`. The facts are computed once (`_facts`), so that every format, the
+live page and the terminal say the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+from flopmeter.errors import ConfigError, FlopmeterError, MissingLibraryError
+
+if TYPE_CHECKING:
+    from flopmeter.record import Run
+
+logger = logging.getLogger("flopmeter")
+
+REPORT_FILE = "report.html"
+MAX_STEPS_AT_END = 50_000
+"""A run with more steps gets its report when it is asked for: at the end of a job nobody wants to wait."""
+
+
+def available_formats() -> list[str]:
+    """Names that `--format` accepts."""
+    return sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def check_format(format: str) -> None:
+    """Refuse a name that is no format, with those that are."""
+    if format not in available_formats():
+        raise ConfigError(f"there is no report format {format!r}; there are: {', '.join(available_formats())}")
+
+
+def render(run: Run, format: str = "html") -> str:
+    """The whole report as text of that format.
+
+    Raises:
+        ConfigError: There is no such format.
+        MissingLibraryError: The format html needs plotly and jinja2.
+    """
+    check_format(format)
+    from flopmeter.report._facts import facts_of
+
+    return render_facts(facts_of(run), format)
+
+
+def render_facts(facts: dict[str, Any], format: str) -> str:
+    """The same from facts that are known already."""
+    check_format(format)
+    return str(import_module(f"{__name__}.{format}").render(facts))
+
+
+def write_report(run: Run, path: str | Path, format: str | None = None) -> Path:
+    """Write the report to a file, all or nothing, and say where it is.
+
+    Args:
+        path: A file, or a folder, which gets a `report.html` (or another ending).
+        format: html, md, json or txt; None: as the file's name ends.
+
+    Raises:
+        ConfigError: There is no such format.
+        MissingLibraryError: The format html needs plotly and jinja2.
+        OSError: The file cannot be written.
+    """
+    target, format = place_of(path, format)
+    return write_text(render(run, format), target)
+
+
+def leave_report(run: Run) -> Path | None:
+    """The report that a finished run leaves beside its run file; None, and at most a log line, when it cannot be."""
+    folder = run.path.parent
+    if len(run) > MAX_STEPS_AT_END:
+        logger.info("%d steps: make the report with  flopmeter report %s", len(run), folder)
+        return None
+    try:
+        return write_report(run, folder / REPORT_FILE)
+    except MissingLibraryError as error:
+        logger.debug("no report: %s", error)
+    except (FlopmeterError, OSError) as error:
+        logger.warning("no report: %s", error)
+    return None
+
+
+def place_of(path: str | Path, format: str | None) -> tuple[Path, str]:
+    """The file and the format that are meant by a path, which may be a folder, and a format, which may be left out."""
+    target = Path(path)
+    if target.is_dir():
+        target = target / Path(REPORT_FILE).with_suffix(f".{format or 'html'}")
+    format = format or {"": "html", "htm": "html"}.get(ending := target.suffix.removeprefix(".").lower(), ending)
+    check_format(format)
+    return target, format
+
+
+def write_text(text: str, target: Path) -> Path:
+    """Replace the file by the text, all or nothing: a reader never sees half a report."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

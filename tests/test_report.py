@@ -1,0 +1,549 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from array import array
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+import report_runs as runs
+from flopmeter.errors import ConfigError
+from flopmeter.record import Run, load_run
+from flopmeter.report import _thin, available_formats, leave_report, render, render_facts, write_report
+from flopmeter.report._charts import figures_of, ranks_figure, timeline_figure, waterfall_figure
+from flopmeter.report._facts import facts_of
+from flopmeter.report._page import page, safe_json
+from flopmeter.report._series import MAX_POINTS, series_of
+from flopmeter.report._terminal import show, spark_line
+from flopmeter.report._text import amount, clean, number, percent, points, seconds
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return load_run(runs.write_run(tmp_path_factory.mktemp("runs") / "mine", runs.ordinary_lines()))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return load_run(runs.write_run(tmp_path_factory.mktemp("runs") / "hostile", runs.hostile_lines()))
+
+
+def run_of(folder: Path, *lines: dict[str, Any]) -> Run:
+    return load_run(runs.write_run(folder, lines))
+
+
+def test_a_number_that_is_none_is_unknown_and_never_zero() -> None:
+    assert number("7") is number(True) is number(math.nan) is number(math.inf) is number(10**400) is None
+    assert percent(None) == seconds(None) == amount(None, "FLOP") == points(None) == "unknown"
+
+
+def test_figures_are_written_in_the_unit_that_suits_them() -> None:
+    assert [seconds(value) for value in (0, 2e-5, 0.0123, 3.21, 600, 9000)] == [
+        "0 s",
+        "20 µs",
+        "12.3 ms",
+        "3.21 s",
+        "10 min",
+        "2 h 30 min",
+    ]
+    assert amount(20.5e9, "FLOP") == "20.5 GFLOP"
+    assert percent(0.12345) == "12.3 %"
+    assert percent(-0.0001) == "0.0 %"
+
+
+def test_a_text_is_one_line_of_bounded_length_without_control_characters() -> None:
+    assert clean("a\x1b[31m\n b\u202e\ud800") == "a [31m b"
+    assert len(clean("x" * 10_000_000)) == 200
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400), st.integers(2, 50))
+def test_thinning_keeps_the_smallest_and_the_largest_value(values: list[float], max_points: int) -> None:
+    kept = _thin.extremes(array("d", values), max_points)
+    finite = [value for value in values if math.isfinite(value)]
+    assert len(kept) <= max(max_points, 1)
+    assert kept == sorted(set(kept))
+    if finite and max_points <= len(values):
+        shown = [values[place] for place in kept if math.isfinite(values[place])]
+        assert (min(shown), max(shown)) == (min(finite), max(finite))
+
+
+def test_a_stretch_without_values_breaks_the_line() -> None:
+    values = array("d", [1.0] * 50 + [math.nan] * 50)
+    kept = _thin.extremes(values, 20)
+    assert any(math.isnan(values[place]) for place in kept)
+
+
+def test_a_million_steps_make_a_line_of_a_few_thousand_points_with_every_outlier() -> None:
+    step_s = array("d", [0.1]) * 1_000_000
+    step_s[123_456], step_s[654_321] = 9.0, 0.001
+    run = Run(path=Path("run.jsonl"), step=array("q", range(1_000_000)), columns={"perf/step_time": step_s})
+    run.time = array("d", range(1_000_000))
+    line = series_of_checked(run)["step_s"]
+    assert len(line["value"]) <= MAX_POINTS
+    assert (123_456, 9.0) in zip(line["step"], line["value"], strict=True)
+    assert (654_321, 0.001) in zip(line["step"], line["value"], strict=True)
+    assert len(json.dumps(timeline_figure(series_of(run)))) < 500_000
+
+
+def series_of_checked(run: Run) -> dict[str, Any]:
+    from flopmeter.record import Header
+
+    run.headers = [Header()]
+    return series_of(run)
+
+
+def test_the_headline_is_that_of_the_steady_steps(ordinary: Run) -> None:
+    headline = facts_of(ordinary)["headline"]
+    assert headline["mfu"] == pytest.approx(runs.MFU)
+    assert headline["hfu"] == pytest.approx(1.1 * runs.MFU)
+    assert headline["tokens_per_second"] == pytest.approx(1000 / runs.STEP_S)
+    assert headline["step_median_s"] == runs.STEP_S
+    assert headline["num_steady"] == 20 - 3
+
+
+def test_the_waterfall_is_the_runs_own(ordinary: Run) -> None:
+    fall, told = ordinary.waterfall(), facts_of(ordinary)["waterfall"]
+    assert [(part["name"], part["seconds"], part["share"]) for part in told["parts"]] == [
+        (part.name, part.seconds, part.share) for part in fall.parts
+    ]
+    assert told["mfu"] == fall.mfu
+
+
+def test_warm_up_pauses_and_measured_steps_are_marked(ordinary: Run) -> None:
+    marks = facts_of(ordinary)["series"]["marks"]
+    assert marks["warmup"] == [[1, 2]]
+    assert marks["measured"] == [3]
+    assert marks["pauses"] == [{"step": 10, "name": "checkpoint", "duration_s": 2.0}]
+
+
+def test_the_phases_of_a_steady_step_are_its_shares_of_the_step_time(ordinary: Run) -> None:
+    # 0.1, 0, 0.3, 0.5, 0.08 and 0.02 of half a second.
+    steady_s = facts_of(ordinary)["phases"]["steady_s"]
+    expected = {"data_wait": 0.05, "host_to_device": 0, "forward": 0.15, "backward": 0.25, "optimizer": 0.04}
+    assert steady_s == pytest.approx({**expected, "other": 0.01})
+
+
+def test_the_modules_of_a_tree_add_up_to_their_parents(ordinary: Run) -> None:
+    nodes = {node["id"]: node for node in facts_of(ordinary)["work"]["by_module"]}
+    assert nodes["model"]["flop"] == runs.MODEL_FLOP
+    assert nodes["model/layers/0"]["flop"] == 0.75 * runs.MODEL_FLOP
+    assert nodes["model/layers/0"]["parent"] == "model/layers"
+    for name in nodes:
+        children = [node["flop"] for node in nodes.values() if node["parent"] == name]
+        assert not children or sum(children) == pytest.approx(nodes[name]["flop"])
+
+
+def test_modules_too_small_to_see_are_merged(tmp_path: Path) -> None:
+    many = {f"layers.{place}": 1.0 for place in range(10_000)} | {"head": 90_000.0, "layers.big": 10_000.0}
+    run = run_of(tmp_path, runs.header(), runs.step(1), runs.count(1, by_module=many, model_flop=110_000.0))
+    nodes = {node["id"]: node["flop"] for node in facts_of(run)["work"]["by_module"]}
+    assert nodes == {
+        "model": 110_000,
+        "model/head": 90_000,
+        "model/layers": 20_000,
+        "model/layers/big": 10_000,
+        "model/layers/·rest": 10_000,
+    }
+
+
+def test_a_restart_breaks_the_line_where_it_goes_back(tmp_path: Path) -> None:
+    second = runs.header(started_at=1003.0)
+    run = run_of(tmp_path, runs.header(), runs.step(1), runs.step(2), runs.step(3), second, runs.step(2), runs.step(3))
+    assert facts_of(run)["series"]["mfu"]["step"] == [1, 2, 3, None, 2, 3]
+
+
+def test_a_run_without_a_step_has_a_report_all_the_same(tmp_path: Path) -> None:
+    run = run_of(tmp_path, runs.header())
+    for name in available_formats():
+        assert "unknown" in render(run, name) or name == "json"
+
+
+def test_an_unknown_peak_leaves_mfu_unknown_and_the_time_split_told(tmp_path: Path) -> None:
+    keys = ("perf/step_time", "perf/data_wait_share", "perf/forward_share", "perf/backward_share")
+    lines = [runs.step(place) for place in range(1, 9)]
+    for line in lines:
+        line["metrics"] = {key: line["metrics"][key] for key in keys}
+    facts = facts_of(run_of(tmp_path, runs.header(), *lines))
+    assert facts["headline"]["mfu"] is None
+    assert facts["waterfall"]["mfu"] is None
+    figure = waterfall_figure(facts["waterfall"])
+    assert figure is not None
+    assert "Observed MFU" not in figure["layout"]["yaxis"]["ticktext"]
+
+
+def test_the_bars_of_the_waterfall_lead_from_100_to_the_observed_mfu(ordinary: Run) -> None:
+    facts = facts_of(ordinary)
+    figure = waterfall_figure(facts["waterfall"])
+    assert figure is not None
+    bars = figure["data"][0]
+    assert (bars["base"][0], bars["x"][0]) == (0, 100)
+    level = 100.0
+    for base, length in zip(bars["base"][1:-1], bars["x"][1:-1], strict=True):
+        assert base + length == pytest.approx(level)
+        level = base
+    assert level == pytest.approx(bars["x"][-1])
+    assert bars["x"][-1] == pytest.approx(100 * facts["waterfall"]["mfu"])
+
+
+LAYERS, HIDDEN, LENGTH, BATCH, VOCAB = 2, 64, 128, 4, 1000
+WEIGHTS = LAYERS * 12 * HIDDEN**2 + VOCAB * HIDDEN  # attention 4 h^2, an MLP of 8 h^2, the head
+PARAMETERS = WEIGHTS + VOCAB * HIDDEN + 640  # the embedding and norms
+TOKENS = BATCH * LENGTH
+TOKEN_FLOP = 6 * WEIGHTS * TOKENS
+PAIR_FLOP = 12 * LAYERS * HIDDEN * BATCH * LENGTH * (LENGTH + 1) / 2
+
+
+def decoder_lines(**changes: Any) -> list[dict[str, Any]]:
+    model_flop = TOKEN_FLOP + PAIR_FLOP
+    flop = {"model_flop": model_flop, "forward_flop": model_flop / 3, "backward_flop": model_flop * 2 / 3}
+    growth = {"float32": {"token": TOKEN_FLOP, "causal_pair": PAIR_FLOP}}
+    metrics = {
+        "perf/model_flop": model_flop,
+        "perf/tokens_per_second": TOKENS / runs.STEP_S,
+        "perf/tokens_processed_per_second": TOKENS / runs.STEP_S,
+        "perf/samples_per_second": BATCH / runs.STEP_S,
+    }
+    fields = {**flop, "growth": growth, **changes.pop("count", {})}
+    lines = [runs.step(place, marks=["observed"] if place == 1 else [], **metrics | changes) for place in (1, 2, 3)]
+    return [runs.header(num_parameters=PARAMETERS), runs.peak(), *lines, runs.count(1, **fields)]
+
+
+def test_the_run_is_told_under_the_conventions_of_others(tmp_path: Path) -> None:
+    rows = facts_of(run_of(tmp_path, *decoder_lines()))["method"]["elsewhere"]["rows"]
+    width = LAYERS * HIDDEN
+    by_hand = {  # FLOPs of a token: 6 a weight, 12 a channel and pair, all pairs being LENGTH a token
+        "exact": 6 * WEIGHTS + 6 * width * (LENGTH + 1),
+        "palm": 6 * PARAMETERS + 12 * width * LENGTH,
+        "6p_full": 6 * WEIGHTS + 12 * width * LENGTH,
+        "6p_causal": 6 * WEIGHTS + 6 * width * LENGTH,
+        "6n": 6 * PARAMETERS,
+    }
+    assert by_hand["exact"] * TOKENS == TOKEN_FLOP + PAIR_FLOP
+    expected = {name: runs.MFU * flop / by_hand["exact"] for name, flop in by_hand.items()}
+    assert {row["name"]: row["mfu"] for row in rows} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"count": {"backward_flop": 1e12, "forward_flop": 1e12}}, "frozen"),
+        ({"perf/tokens_processed_per_second": 2 * TOKENS / runs.STEP_S}, "padded"),
+        ({"perf/samples_per_second": (BATCH + 1) / runs.STEP_S}, "length"),
+        ({"count": {"convention": "full"}}, "full"),
+        ({"count": {"growth": {"float32": {"token": TOKEN_FLOP, "patch": 1e9}}}}, "patch"),
+        ({"perf/model_flop": 1.0}, "not in the record"),
+    ],
+)
+def test_a_run_that_the_rules_do_not_describe_gets_no_such_figure(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    told = facts_of(run_of(tmp_path, *decoder_lines(**changes)))["method"]["elsewhere"]
+    assert reason in told["reason"]
+    assert {row["mfu"] for row in told["rows"]} == {None}
+
+
+def test_the_heat_map_keeps_the_slow_rank_of_a_thousand(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [runs.header(world_size=1024)]
+    for place in range(1, 501):
+        own_s = [0.4] * 1024
+        own_s[700] = 0.9 if place == 250 else 0.4
+        stats = {"own_s": {"min": 0.4, "mean": 0.4, "max": max(own_s), "argmax": 700}}
+        lines += [runs.step(place), runs.event("ranks", place, world_size=1024, own_s_by_rank=own_s, stats=stats)]
+    straggler = {"rank": 700, "host": "node-88", "phase": "forward", "extra_s": 0.5, "since_step": 250}
+    facts = facts_of(run_of(tmp_path, *lines, runs.event("straggler", 250, cause="slow_peer", **straggler)))
+    columns = facts["ranks"]["own_s"]
+    assert len(columns) * len(columns[0]) <= 150_000
+    assert {len(column) for column in columns} == {1024}
+    assert sum(column[700] == 0.9 for column in columns) == 1
+    figure = ranks_figure(facts["ranks"])
+    assert figure is not None
+    assert figure["data"][1]["y"] == [700]
+    assert len(render_facts(facts, "html")) < 8e6
+
+
+def test_every_format_renders_facts_into_text(ordinary: Run) -> None:
+    assert available_formats() == ["html", "json", "md", "txt"]
+    for name in available_formats():
+        plugin = import_module(f"flopmeter.report.{name}")
+        assert list(inspect.signature(plugin.render).parameters) == ["facts"]
+        assert plugin.__doc__
+        assert len(render(ordinary, name)) > 200
+
+
+@pytest.mark.parametrize("name", ["html", "md", "txt"])
+def test_every_format_tells_the_same_figures(ordinary: Run, name: str) -> None:
+    text = render(ordinary, name).replace("&nbsp;", " ").replace("\\", "")
+    assert "40.0 %" in text  # MFU
+    assert "44.0 %" in text  # HFU
+    assert "2,000" in text  # tokens per second
+    assert "100 TFLOP/s fp32" in text
+
+
+def test_json_is_the_facts_as_they_are(ordinary: Run) -> None:
+    assert json.loads(render(ordinary, "json")) == json.loads(json.dumps(facts_of(ordinary), allow_nan=False))
+
+
+def test_markdown_cannot_be_broken_out_of(hostile: Run) -> None:
+    text = render(hostile, "md")
+    assert "<script" not in text.replace("\\<", "")
+    assert re.search(r"(?<!\\)<", text) is None
+    widths = {len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("| Part")}
+    assert widths == {6}
+
+
+def test_plain_text_has_no_control_characters(hostile: Run) -> None:
+    assert all(character.isprintable() or character == "\n" for character in render(hostile, "txt"))
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones(ordinary: Run, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no report format 'pdf'; there are: html, json, md, txt"):
+        write_report(ordinary, tmp_path / "report.pdf")
+
+
+def test_a_page_holds_only_our_two_scripts_and_its_policy_names_them(ordinary: Run) -> None:
+    text = render(ordinary, "html")
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    allowed = re.findall(r"sha256-([^&']*)", policy[1].replace("&#39;", "'"))
+    assert len(scripts) == 2
+    assert digests == allowed
+    assert "default-src" in policy[1]
+    assert "unsafe-eval" not in policy[1]
+
+
+def test_a_page_refers_to_nothing_outside_itself(ordinary: Run) -> None:
+    text = re.sub(r"<script.*?</script>", "", render(ordinary, "html"), flags=re.DOTALL)
+    assert re.findall(r'(?:src|href)="([^"#][^"]*)"', text) == ["data:,"]
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_names_of_the_run_are_escaped_and_cut(hostile: Run) -> None:
+    text = render(hostile, "html")
+    body = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert "<script>window" not in text
+    assert "<img" not in body
+    assert "&lt;script&gt;" in body
+    assert len(text) < 8e6
+    assert "x" * 1000 not in body
+
+
+def test_embedded_json_cannot_end_its_element() -> None:
+    assert json.loads(safe_json({"a": "</script><!--&"})) == {"a": "</script><!--&"}
+    assert "<" not in safe_json("</script>")
+    with pytest.raises(ValueError, match="Out of range"):
+        safe_json(math.nan)
+
+
+def test_hostile_numbers_are_unknown_in_every_format(hostile: Run) -> None:
+    facts = facts_of(hostile)
+    json.dumps([facts, figures_of(facts)], allow_nan=False)
+    assert facts["datasets"][0]["loss"] is None
+    for name in available_formats():
+        assert not re.search(r"\b(nan|inf)\b", render_facts(facts, name).split("<script>")[0], re.IGNORECASE)
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+_FIELDS = [
+    "by_module",
+    "by_op",
+    "by_dtype",
+    "growth",
+    "model_flop",
+    "forward_flop",
+    "left_out",
+    "uncounted",
+    "name",
+    "duration_s",
+    "own_s_by_rank",
+    "stats",
+    "world_size",
+    "missing",
+    "rank",
+    "host",
+    "since_step",
+    "from_mfu",
+    "to_mfu",
+    "message",
+    "dtype",
+    "flop_per_s",
+    "after_step",
+]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"event": st.sampled_from(["count", "ranks", "straggler", "pause", "regime", "peak", "warning"])},
+            optional=dict.fromkeys(_FIELDS, _ANYTHING),
+        ),
+        max_size=6,
+    )
+)
+def test_no_event_can_break_the_facts(ordinary: Run, events: list[dict[str, Any]]) -> None:
+    from flopmeter.report._elsewhere import elsewhere
+    from flopmeter.report._facts import _peaks, _warnings
+    from flopmeter.report._ranks import ranks_of
+    from flopmeter.report._work import work_of
+
+    run = Run(path=ordinary.path, headers=ordinary.headers, step=ordinary.step, time=ordinary.time)
+    run.columns, run.marks, run.events = ordinary.columns, ordinary.marks, events
+    parts = [series_of(run), work_of(run), ranks_of(run), elsewhere(run, 0.4), _peaks(run), _warnings(run)]
+    json.dumps(parts, allow_nan=False)
+
+
+def test_a_report_appears_whole_or_not_at_all(ordinary: Run, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("old")
+    assert write_report(ordinary, tmp_path) == tmp_path / "report.html"
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+    with pytest.raises(OSError, match="No such file"):
+        write_report(ordinary, tmp_path / "missing" / "report.html")
+
+
+def test_the_ending_of_the_file_decides_the_format(ordinary: Run, tmp_path: Path) -> None:
+    assert json.loads(write_report(ordinary, tmp_path / "facts.json").read_text(encoding="utf-8"))["version"] == 1
+    assert write_report(ordinary, tmp_path / "notes.md").read_text(encoding="utf-8").startswith("# mine")
+
+
+def test_a_run_of_very_many_steps_does_not_make_its_end_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = load_run(runs.write_run(tmp_path, runs.ordinary_lines()))
+    monkeypatch.setattr("flopmeter.report.MAX_STEPS_AT_END", 19)
+    with caplog.at_level("INFO", "flopmeter"):
+        assert leave_report(run) is None
+    assert "flopmeter report" in caplog.text
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_at_the_end_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = load_run(runs.write_run(tmp_path, runs.ordinary_lines()))
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    assert leave_report(run) is None
+    assert caplog.text.count("no report") == 1
+
+
+def test_without_plotly_the_page_names_the_cure_and_the_end_of_a_run_is_silent(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path, runs.ordinary_lines())
+    code = (
+        "import sys; sys.modules['plotly'] = None; sys.modules['plotly.offline'] = None\n"
+        "from flopmeter.record import load_run\n"
+        "from flopmeter.report import leave_report, write_report\n"
+        f"run = load_run({str(folder)!r})\n"
+        "print(leave_report(run))\n"
+        "write_report(run, run.path.parent)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.stdout == "None\n"
+    assert answer.stderr.strip().splitlines()[-1] == (
+        "flopmeter.errors.MissingLibraryError: the HTML report needs plotly, which is not installed: "
+        "run  pip install 'flopmeter[report]'"
+    )
+
+
+def test_reading_and_reporting_never_import_torch(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path, runs.ordinary_lines())
+    code = (
+        "import sys; from flopmeter.record import load_run; from flopmeter.report import write_report\n"
+        f"write_report(load_run({str(folder)!r}), {str(folder)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_training_run_leaves_its_report_beside_the_run_file(tmp_path: Path, is_wanted: bool) -> None:
+    from flopmeter import TrainingMonitor
+
+    model = nn.Linear(8, 8)
+    settings = {"monitoring": {"sinks": [], "report": is_wanted}}
+    with TrainingMonitor(tmp_path, settings, model=model) as monitor:
+        for place in range(3):
+            loss = model(torch.ones(2, 8)).sum()
+            loss.backward()
+            monitor.log_step(place, loss=loss)
+    assert (tmp_path / "report.html").exists() is is_wanted
+
+
+def test_the_sparkline_rises_with_mfu() -> None:
+    line = {"typical": [0.0, 0.25, 0.5, 0.75, 1.0]}
+    assert spark_line(line) == "▁▃▅▇█"
+    assert spark_line(None) == ""
+
+
+def test_a_terminal_shows_verdict_figures_bars_and_no_markup_of_the_run(hostile: Run) -> None:
+    facts = facts_of(hostile)
+    facts["run"]["name"] = "[bold red]name[/]"
+    stream = io.StringIO()
+    show(facts, Console(file=stream, width=100, force_terminal=True, markup=False, highlight=False))
+    assert "[bold red]name[/]" in stream.getvalue()
+    assert "From 100 % of peak" in stream.getvalue()
+
+
+def flopmeter(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flopmeter", "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_the_command_writes_the_page_beside_the_run(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path, runs.ordinary_lines())
+    answer = flopmeter(folder)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == f"Report: {folder / 'report.html'}\n"
+    assert (folder / "report.html").stat().st_size > 1e6
+
+
+def test_the_command_prints_other_formats(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path, runs.ordinary_lines())
+    assert json.loads(flopmeter(folder, "--format", "json").stdout)["headline"]["mfu"] == pytest.approx(runs.MFU)
+    assert flopmeter(folder / "run.jsonl", "--format", "txt").stdout.splitlines()[0] == folder.name
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{here}/nothing"], "cannot read"),
+        (["{here}", "--format", "pdf"], "there is no report format 'pdf'"),
+        (["{here}", "-o", "{here}/none/report.html"], "cannot write the report"),
+    ],
+)
+def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, arguments: list[str], message: str) -> None:
+    folder = runs.write_run(tmp_path, runs.ordinary_lines())
+    answer = flopmeter(*(text.format(here=folder) for text in arguments))
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("flopmeter: error: ")
+    assert message in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
+def test_a_page_of_any_body_has_its_title_escaped() -> None:
+    text = page("<b>title</b>", "<button id='theme'></button>", {})
+    assert "<title>&lt;b&gt;title&lt;/b&gt;</title>" in text

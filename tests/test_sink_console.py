@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from flopmeter.config import MonitorConfig
+from flopmeter.sinks import SinkContext
+from flopmeter.sinks.console import Means, Sink
+
+CONTEXT = SinkContext(config=MonitorConfig(), output_dir=Path("nowhere"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def shown(stream: io.StringIO, times_s: list[float]) -> str:
+    """What a stream holds after a step at each of the times."""
+    clock = Clock()
+    sink = Sink(CONTEXT, stream, clock)
+    for step, now_s in enumerate(times_s):
+        clock.now_s = now_s
+        sink.log(step, {"perf/step_time": 1.0})
+    sink.close()
+    return stream.getvalue()
+
+
+def test_a_line_tells_all_steps_since_the_last_one() -> None:
+    # 1 s at 50 % and 3 s at 10 %: (0.5 + 0.3) / 4 = 20 %; two steps in 4 s are 2 s each.
+    means = Means()
+    means.add({"perf/step_time": 1.0, "perf/mfu": 0.5})
+    means.add({"perf/step_time": 3.0, "perf/mfu": 0.1})
+    assert means.compute() == pytest.approx({"perf/step_time": 2.0, "perf/mfu": 0.2})
+
+
+def test_a_number_that_no_step_knows_stays_unknown() -> None:
+    means = Means()
+    means.add({"training/loss": 2.0})
+    assert means.compute() == {}
+
+
+def test_a_log_file_of_a_day_has_hundreds_of_lines_and_not_thousands() -> None:
+    lines = shown(io.StringIO(), [float(second) for second in range(86_400)]).splitlines()
+    # Every 10 s up to 200 s (20 lines), then every 5 % of the time so far up to 12,000 s, which is
+    # log(12000 / 200) / log(1.05) = 84 lines, then every 600 s: (86400 - 12000) / 600 = 124.
+    assert len(lines) == pytest.approx(20 + 84 + 124, abs=10)
+
+
+def test_a_terminal_is_rewritten_twice_a_second_at_most() -> None:
+    text = shown(Terminal(), [0.01 * place for place in range(1000)])  # ten seconds of steps of 10 ms
+    assert text.count("\r") <= 21
+    assert text.count("\n") == 1
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    text = shown(Terminal(), [0.0, 5.0, 10.0])
+    assert "\x1b" not in text
+    assert len(text.splitlines()) == 2
