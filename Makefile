@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-gpu lint pictures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT for half a minute and watch its MFU"
 	@echo "make test    linters, types and tests"
 	@echo "make lint    linters and types only"
+	@echo "make test-gpu  what only a CUDA device can show"
+	@echo "make pictures  the README's pictures, from real runs in a real browser"
 	@echo "make clean   remove the virtual environment and caches"
 
 demo: $(VENV)/.ready-demo
@@ -18,6 +20,12 @@ demo: $(VENV)/.ready-demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.ready-test
+	$(BIN)/python -m pytest tests/gpu
+
+pictures: $(VENV)/.ready-test
+	$(BIN)/python scripts/make_pictures.py
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

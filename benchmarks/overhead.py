@@ -3,7 +3,14 @@
     python benchmarks/overhead.py [--steps 300] [--quick]
 
 Every variant trains the same model in short blocks, taken in turn, so that a slow moment of the machine hits all of
-them. `before` does what careless loops do: a profiled step every 50 steps and a broadcast of the result, `.item()` per
+them; one torch thread, because two on a shared machine vary tenfold. The overhead is the ratio of the median steps plus
+what measured steps took beyond the median one. Means over blocks are beside it: they hold the machine's noise too.
+
+The second table is what a step costs when the step itself costs nothing: CPU time of the training thread, CPU of the
+whole process and wall time of a tiny model, on against off. TraceML, if it is installed, runs in a process of its own
+(`peer_traceml.py`), because its patches reach every model of a process.
+
+`before` does what careless loops do: a profiled step every 50 steps and a broadcast of the result, `.item()` per
 sample, every metric formatted on every step, the whole log rewritten every 100 steps. The last line printed is JSON.
 """
 
@@ -14,7 +21,11 @@ import json
 import os
 import platform
 import resource
+import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -34,10 +45,13 @@ from flopmeter import count_flops, load_run, watch
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.text import SyntheticText
 
-BENCHMARK_VERSION = 1
+BENCHMARK_VERSION = 2
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
 BATCH_SIZE = 8
+UNTIMED = 3
+"""Steps before the clock runs: the warm-up. The first measured step comes after them, and counts."""
 TINY_BLOCK = 250
+ALL_SINKS = ["console", "tensorboard", "prometheus", "wandb"]
 FREQUENCIES = (1, 10, 50, 100, 500)
 QUICK_VARIANTS = ("baseline", "flopmeter smart", "flopmeter profiler")
 
@@ -107,7 +121,7 @@ class Flopmeter(Variant):
             "mean_mfu": summary.get("perf/mfu"),
             "flop_error": counted[-1] / exact - 1 if counted else None,
             "own_overhead_share": run.column("perf/overhead_share")[-1],
-            "measured_steps": sum("warmup" not in marks for marks in run.marks.values()),
+            "measured": [at - UNTIMED for at, marks in run.marks.items() if "warmup" not in marks],
         }
 
 
@@ -219,7 +233,7 @@ def race(num_steps: int, block: int, is_quick: bool) -> tuple[dict[str, dict[str
         before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             runs[name] = make()
-            runs[name].run(5)
+            runs[name].run(UNTIMED)
             runs[name].step_s.clear()
         except Exception as error:  # noqa: BLE001 - a peer that is not installed must not stop the others
             missing[name] = f"{type(error).__name__}: {error}"
@@ -238,18 +252,31 @@ def _result(variant: Variant, baseline: Variant, block: int) -> dict[str, Any]:
         for times in (variant.step_s, baseline.step_s)
     ]
     ratios = [own / base for own, base in zip(*blocks, strict=True)]
-    typical_s = statistics.median(variant.step_s)
-    extra_s = sum(variant.step_s) - typical_s * len(variant.step_s)
+    typical_s, base_s, num_steps = (
+        statistics.median(variant.step_s),
+        statistics.median(baseline.step_s),
+        len(ratios) * block,
+    )
+    closing = variant.close()
+    measured = [variant.step_s[at] for at in closing.pop("measured", ()) if 0 <= at < num_steps]
+    longer_s = sum(measured) - typical_s * len(measured)
+    steady = typical_s / base_s - 1
+    is_ours = isinstance(variant, Flopmeter) or variant is baseline
+    by_blocks = statistics.median(ratios) - 1
     return {
-        "steps": len(variant.step_s),
+        "steps": num_steps,
         "total_s": sum(variant.step_s),
-        "steps_per_s": len(variant.step_s) / sum(variant.step_s),
+        "steps_per_s": num_steps / sum(variant.step_s),
         "median_step_ms": typical_s * 1e3,
-        "overhead_percent": (statistics.median(ratios) - 1) * 100,
-        "overhead_spread_percent": statistics.pstdev(ratios) * 100,
-        "longer_steps_ms": extra_s * 1e3,
+        # A peer that works on every step, or every tenth, has no measured steps to set apart: blocks hold all of it.
+        "overhead_percent": (steady + longer_s / (base_s * num_steps) if is_ours else by_blocks) * 100,
+        "steady_percent": steady * 100,
+        "by_blocks_percent": by_blocks * 100,
+        "by_blocks_spread_percent": statistics.pstdev(ratios) * 100,
+        "measured_steps": len(measured),
+        "ms_per_measurement": longer_s / len(measured) * 1e3 if measured else None,
         "extra_memory_mb": getattr(variant, "memory_mb", None),
-        **variant.close(),
+        **closing,
     }
 
 
@@ -264,19 +291,21 @@ class TinyLoop:
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return self.layer(self.embedding(input_ids)).mean()
 
-    def __init__(self, sinks: list[str] | None) -> None:
+    def __init__(self) -> None:
         self.model = self.Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.loader = DataLoader([torch.zeros(4, dtype=torch.long)] * 2 * TINY_BLOCK, batch_size=2)
-        self.monitor = None
         self.step = 0
-        if sinks is not None:
-            config = {"monitoring": {"sinks": sinks, "peak_flop_per_s": 1e12}}
-            self.monitor = watch(self.model, self.optimizer, self.loader, tempfile.mkdtemp(), config)
+
+    def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """What the monitor is told."""
+
+    def close(self) -> None:
+        """The end."""
 
     def block(self) -> dict[str, float]:
-        """A block of steps: CPU time of the training thread and wall time, microseconds per step."""
-        thread_s, wall_s = time.thread_time(), time.perf_counter()
+        """A block of steps, microseconds per step: CPU of the training thread and of the process, and wall time."""
+        before = (time.thread_time(), time.process_time(), time.perf_counter())
         for ids in self.loader:
             loss = self.model(input_ids=ids, attention_mask=torch.ones_like(ids))
             loss.backward()
@@ -284,58 +313,150 @@ class TinyLoop:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
-            if self.monitor is not None:
-                self.monitor.log_step(self.step, 0, loss, grad_norm, 0.1)
-        thread_s, wall_s = time.thread_time() - thread_s, time.perf_counter() - wall_s
-        return {"thread_us": thread_s / TINY_BLOCK * 1e6, "wall_us": wall_s / TINY_BLOCK * 1e6}
+            self.after_step(loss, grad_norm)
+        after = (time.thread_time(), time.process_time(), time.perf_counter())
+        names = ("thread_us", "process_us", "wall_us")
+        return {name: (b - a) / TINY_BLOCK * 1e6 for name, a, b in zip(names, before, after, strict=True)}
 
 
-def steady_cost(rounds: int, sinks: list[str]) -> dict[str, float]:
+class TinyWatched(TinyLoop):
+    def __init__(self, sinks: list[str]) -> None:
+        super().__init__()
+        config = {
+            "monitoring": {"sinks": sinks, "peak_flop_per_s": 1e12},
+            "wandb": {"project": "overhead"},
+            "prometheus": {"port": _free_port()},
+        }
+        self.monitor = watch(self.model, self.optimizer, self.loader, tempfile.mkdtemp(), config)
+
+    def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        self.monitor.log_step(self.step, 0, loss, grad_norm, 0.1)
+
+    def close(self) -> None:
+        self.monitor.finish_training()
+
+
+class TinyThroughput(TinyLoop):
+    """Lightning's arithmetic alone: no hooks, no phases, no record, no sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from lightning.fabric.utilities.throughput import Throughput
+
+        self._throughput = Throughput(available_flops=1e12, world_size=1, window_size=50)
+        self._start_s = time.perf_counter()
+
+    def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        elapsed_s = time.perf_counter() - self._start_s
+        self._throughput.update(
+            time=elapsed_s, batches=self.step, samples=2 * self.step, lengths=8 * self.step, flops=1
+        )
+        self._throughput.compute()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def steady_cost(rounds: int, make: Callable[[], TinyLoop]) -> dict[str, float]:
     """What a watched step costs beyond a plain one. Blocks alternate; the least disturbed ones are compared too."""
-    torch.set_num_threads(1)
-    loops = {"plain": TinyLoop(None), "watched": TinyLoop(sinks)}
+    loops = {"plain": TinyLoop(), "watched": make()}
     for loop in loops.values():
         loop.block()  # the warm-up and the observed step are behind us
-    process_s, found = time.process_time(), {name: [] for name in loops}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in loops}
     for _ in range(rounds):
         for name, loop in loops.items():
             found[name].append(loop.block())
-    process_us = (time.process_time() - process_s) / rounds / TINY_BLOCK * 1e6
-    assert loops["watched"].monitor is not None
-    loops["watched"].monitor.finish_training()
-    result = {"process_us_of_both": process_us}
-    for key in ("thread_us", "wall_us"):
+            time.sleep(0.3)  # what the background still has to do for these steps is not charged to the next ones
+    loops["watched"].close()
+    result: dict[str, float] = {"steps": float(rounds * TINY_BLOCK)}
+    for key in ("thread_us", "process_us", "wall_us"):
         plain, watched = ([block[key] for block in found[name]] for name in ("plain", "watched"))
         result[f"plain_{key}"] = statistics.median(plain)
         result[f"added_{key}"] = statistics.median(b - a for a, b in zip(plain, watched, strict=True))
         result[f"added_{key}_least_disturbed"] = min(watched) - min(plain)
+    result["wall_ratio"] = (result["plain_wall_us"] + result["added_wall_us"]) / result["plain_wall_us"]
     return result
+
+
+def traceml_cost(rounds: int) -> dict[str, float]:
+    """The same loop under TraceML's own launcher."""
+    command = shutil.which("traceml", path=str(Path(sys.executable).parent))
+    if command is None:
+        raise ModuleNotFoundError("No module named 'traceml_ai'")
+    script = Path(__file__).with_name("peer_traceml.py")
+    with tempfile.TemporaryDirectory() as folder:
+        line = [command, "run", "--mode", "summary", "--logs-dir", folder, str(script), "--args", str(rounds)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
+    found = [text for text in done.stdout.splitlines() if text.startswith('{"traceml"')]
+    if not found:
+        raise RuntimeError(f"traceml gave no result: {(done.stderr or done.stdout).strip()[-200:]}")
+    return json.loads(found[-1])["traceml"]  # type: ignore[no-any-return]
+
+
+def tiny_costs(rounds: int, is_quick: bool) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    os.environ.setdefault("WANDB_MODE", "offline")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    cases: dict[str, Callable[[], dict[str, float]]] = {
+        "flopmeter, no sinks": lambda: steady_cost(rounds, lambda: TinyWatched([])),
+    }
+    if not is_quick:
+        cases |= {
+            "flopmeter, all sinks": lambda: steady_cost(rounds, lambda: TinyWatched(ALL_SINKS)),
+            "Lightning Throughput, arithmetic only": lambda: steady_cost(rounds, TinyThroughput),
+            "TraceML": lambda: traceml_cost(rounds),
+        }
+    found: dict[str, dict[str, float]] = {}
+    missing: dict[str, str] = {}
+    for name, measure in cases.items():
+        try:
+            found[name] = measure()
+        except Exception as error:  # noqa: BLE001 - a peer that is not installed must not stop the others
+            missing[name] = f"{type(error).__name__}: {error}"
+    return found, missing
 
 
 def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict[str, dict[str, float]]) -> None:
     console = Console(width=130)
     table = Table(title="Cost of measuring, interleaved")
-    for heading in ("variant", "total s", "overhead %", "+-", "steps/s", "mean MFU", "memory MB", "FLOP error"):
+    headings = (
+        "total s",
+        "overhead %",
+        "by blocks %",
+        "+-",
+        "steps/s",
+        "mean MFU",
+        "memory MB",
+        "ms/measured",
+        "FLOP error",
+    )
+    for heading in ("variant", *headings):
         table.add_column(heading, justify="left" if heading == "variant" else "right")
     for name, row in results.items():
+        cost_ms = row["ms_per_measurement"]
         table.add_row(
-            name, f"{row['total_s']:.1f}", f"{row['overhead_percent']:.2f}", f"{row['overhead_spread_percent']:.2f}",
-            f"{row['steps_per_s']:.1f}", _percent(row.get("mean_mfu")), f"{row['extra_memory_mb']:.0f}",
-            _percent(row.get("flop_error")),
+            name, f"{row['total_s']:.1f}", f"{row['overhead_percent']:.2f}", f"{row['by_blocks_percent']:.2f}",
+            f"{row['by_blocks_spread_percent']:.2f}", f"{row['steps_per_s']:.1f}", _percent(row.get("mean_mfu")),
+            f"{row['extra_memory_mb']:.0f}", "-" if cost_ms is None else f"{cost_ms:.0f}", _percent(row.get("flop_error")),
         )  # fmt: skip
     console.print(table)
     for name, reason in missing.items():
         console.print(f"{name}: {reason}")
-    cost_ms, step_ms = results["flopmeter profiler"]["longer_steps_ms"], results["baseline"]["median_step_ms"]
-    per_step_ms = max(0.0, cost_ms) / max(1, results["flopmeter profiler"].get("measured_steps", 1))
-    console.print(f"a profiled step takes {per_step_ms:.0f} ms more")
-    for every in FREQUENCIES:
-        console.print(f"profile every {every:>3} steps -> {per_step_ms / every / step_ms * 100:.2f} %")
+    per_step_ms, step_ms = results["flopmeter profiler"]["ms_per_measurement"], results["baseline"]["median_step_ms"]
+    for every in FREQUENCIES if per_step_ms is not None else ():
+        console.print(f"profile every {every:>3} steps -> {max(0.0, per_step_ms) / every / step_ms * 100:.2f} %")
+    tiny_table = Table(title="A steady step of a tiny model: microseconds beyond the plain one (least disturbed block)")
+    for heading in ("who", "training thread", "whole process", "wall", "plain step, wall", "wall ratio"):
+        tiny_table.add_column(heading, justify="left" if heading == "who" else "right")
     for name, cost in tiny.items():
-        least, typical = cost["added_thread_us_least_disturbed"], cost["added_thread_us"]
-        console.print(
-            f"steady step of a tiny model, {name}: {least:.1f} us on the training thread, median {typical:.1f}"
-        )
+        cells = [
+            f"{cost[f'added_{key}']:.1f} ({cost[f'added_{key}_least_disturbed']:.1f})"
+            for key in ("thread_us", "process_us", "wall_us")
+        ]
+        tiny_table.add_row(name, *cells, f"{cost['plain_wall_us']:.0f}", f"{cost['wall_ratio']:.3f}")
+    console.print(tiny_table)
 
 
 def _percent(value: float | None) -> str:
@@ -348,17 +469,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    num_steps, block = (4, 2) if arguments.quick else (arguments.steps, 15)
+    torch.set_num_threads(1)
+    num_steps, block = (4, 2) if arguments.quick else (arguments.steps, 5)
     with one_process_group():
         results, missing = race(num_steps, block, arguments.quick)
-    tiny = {"no sinks": steady_cost(2 if arguments.quick else 40, [])}
-    if not arguments.quick:
-        tiny["tensorboard at every step"] = steady_cost(40, ["tensorboard"])
-    show(results, missing, tiny)
+    tiny, not_run = tiny_costs(2 if arguments.quick else 40, arguments.quick)
+    show(results, missing | not_run, tiny)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
     print(json.dumps({
         "benchmark": "overhead", "version": BENCHMARK_VERSION, "machine": machine, "variants": results,
-        "missing": missing, "tiny": tiny,
+        "missing": missing | not_run, "tiny": tiny,
     }))  # fmt: skip
 
 

@@ -17,13 +17,19 @@ PACKAGE = ROOT / "src" / "flopmeter"
 
 FOUNDATION = {"errors", "schema"}
 FACTS = {"devices", "metrics", "record", "config", "conventions", "resources"}
-READERS = {"sinks", "diagnosis", "report", "goodput"}
+READERS = {"sinks", "goodput", "waterfall", "traces", "diagnosis", "compare", "report", "serve"}
 MEASURERS = {"flops", "timing", "distributed", "dataset_metrics"}
 
 ALLOWED: dict[str, set[str]] = {
     **{name: set() for name in FOUNDATION},
     **dict.fromkeys(FACTS, FOUNDATION),
+    "record": FOUNDATION | {"waterfall"},  # `Run.waterfall()`, loaded when it is called
     **dict.fromkeys(READERS, FOUNDATION | FACTS | {"flops.formulas"}),
+    "waterfall": FOUNDATION | {"goodput"},
+    "diagnosis": FOUNDATION | FACTS | {"goodput", "waterfall"},
+    "compare": FOUNDATION | FACTS | {"goodput", "waterfall", "diagnosis"},
+    "report": FOUNDATION | FACTS | {"goodput", "waterfall", "diagnosis", "compare", "flops.formulas"},
+    "serve": FOUNDATION | FACTS | READERS,
     **dict.fromkeys(MEASURERS, FOUNDATION | FACTS),
     "monitor": FOUNDATION | FACTS | READERS | MEASURERS,
     "integrations": {"monitor", "errors"},
@@ -31,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor"},
 }
 MAY_IMPORT_TORCH = MEASURERS | {"monitor", "integrations", "demo", "training"}
-PLUGIN_FOLDERS = ("sinks", "cli", "diagnosis/rules", "integrations", "flops/formulas", "flops/counters")
+PLUGIN_FOLDERS = ("sinks", "cli", "diagnosis/rules", "report", "integrations", "flops/formulas", "flops/counters")
 
 
 def sources() -> list[Path]:
@@ -134,6 +140,7 @@ PUBLIC_NAMES = {
     "__version__",
     "ConfigError",
     "CountError",
+    "Diagnosis",
     "FlopCount",
     "FlopmeterError",
     "MissingLibraryError",
@@ -145,10 +152,12 @@ PUBLIC_NAMES = {
     "TrainingMonitor",
     "UnknownDeviceError",
     "count_flops",
+    "diagnose",
     "formula",
     "load_run",
     "peak_flops",
     "watch",
+    "write_report",
 }
 
 
@@ -179,6 +188,11 @@ TORCH_FREE = {
     "load_run": "import flopmeter; flopmeter.load_run",
     "settings": "import flopmeter; flopmeter.MonitorConfig.load(None)",
     "peak of a named device": "import flopmeter; flopmeter.peak_flops('NVIDIA H100 80GB HBM3', 'bf16')",
+    "diagnose": "import flopmeter; flopmeter.diagnose",
+    "write_report": "import flopmeter; flopmeter.write_report",
+    "traces": "from flopmeter.traces import load_any",
+    "compare": "from flopmeter.compare import compare",
+    "flopmeter explain": "import sys; sys.argv = ['flopmeter', 'explain']; from flopmeter.cli import _run; _run()",
     "formulas": "from flopmeter.flops.formulas import all_formulas; all_formulas()",
     "flopmeter devices": "import sys; sys.argv = ['flopmeter', 'devices']; from flopmeter.cli import _run; _run()",
     "flopmeter --help": "import sys; sys.argv = ['flopmeter', '--help']; from flopmeter.cli import _run; _run()",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flopmeter.schema import PHASES
-from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OTHER, PhaseClock, StepTime, split
+from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OTHER, PhaseClock, StepTime, split
 from flopmeter.timing.late import LateNumber, LateNumbers, _Slots
 
 
@@ -184,3 +184,12 @@ def test_a_loop_that_never_steps_keeps_its_times_in_bounded_memory(clock: PhaseC
     marks = clock.take()
     assert len(marks) <= 4100
     assert seconds(split(marks)) == (15_000.0, {"forward": 5000.0, "other": 10_000.0})
+
+
+def test_the_copy_to_the_device_does_not_go_on_after_a_named_phase(clock: PhaseClock, time_: FakeClock) -> None:
+    clock.switch(HOST_TO_DEVICE)  # a batch has come
+    time_.pass_s(1)
+    with clock.phase(FORWARD):
+        time_.pass_s(2)
+    time_.pass_s(4)
+    assert seconds(split(clock.take())) == (7.0, {"host_to_device": 1.0, "forward": 2.0, "other": 4.0})

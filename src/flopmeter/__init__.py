@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from flopmeter.config import MonitorConfig as MonitorConfig
     from flopmeter.devices import Peak as Peak
     from flopmeter.devices import peak_flops as peak_flops
+    from flopmeter.diagnosis import Diagnosis as Diagnosis
+    from flopmeter.diagnosis import diagnose as diagnose
     from flopmeter.errors import ConfigError as ConfigError
     from flopmeter.errors import CountError as CountError
     from flopmeter.errors import FlopmeterError as FlopmeterError
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from flopmeter.monitor import watch as watch
     from flopmeter.record import Run as Run
     from flopmeter.record import load_run as load_run
+    from flopmeter.report import write_report as write_report
 
 _HOME = {
     "FlopmeterError": "errors",
@@ -44,16 +47,19 @@ _HOME = {
     "CountError": "errors",
     "TraceError": "errors",
     "MissingLibraryError": "errors",
+    "Diagnosis": "diagnosis",
     "FlopCount": "flops.flop_count",
     "MonitorConfig": "config",
     "Peak": "devices",
     "Run": "record",
     "TrainingMonitor": "monitor",
     "count_flops": "flops.side_count",
+    "diagnose": "diagnosis",
     "formula": "flops.formulas",
     "load_run": "record",
     "peak_flops": "devices",
     "watch": "monitor",
+    "write_report": "report",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -43,6 +43,11 @@ class PhaseClock:
         self._marks = [now_ns(), OTHER]
         self._is_started = False
 
+    @property
+    def current(self) -> int:
+        """The phase that runs now."""
+        return self._marks[-1]
+
     def start(self) -> None:
         """Begin the first step; a second call does nothing."""
         if not self._is_started:
@@ -71,7 +76,8 @@ class PhaseClock:
         try:
             yield
         finally:
-            self.switch(outer)
+            # Whoever names phases says when the batch is on the device: the copy does not go on after another phase.
+            self.switch(OTHER if outer == HOST_TO_DEVICE else outer)
 
     @contextmanager
     def pause(self) -> Iterator[Callable[[], float]]:

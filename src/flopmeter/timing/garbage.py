@@ -1,4 +1,6 @@
-"""How long did Python's garbage collector hold up the training? Its collections lie inside steps, where no hook sees them.
+"""How long did Python's garbage collector hold up the training?
+
+Its collections lie inside steps, where no hook of ours sees them; the collector itself tells when it works.
 
 watch = GarbageWatch()
 watch.start()
@@ -33,7 +35,8 @@ class GarbageWatch:
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._now_ns = now_ns
         self._start_ns: int | None = None
-        self._num = self._total_ns = self._longest_ns = 0
+        self._sums = [0, 0, 0]
+        """How many, nanoseconds in all, of the longest. Swapped as a whole: a collection may start anywhere."""
 
     def start(self) -> None:
         """Begin to listen."""
@@ -52,14 +55,12 @@ class GarbageWatch:
         elif self._start_ns is not None:
             lasted_ns = self._now_ns() - self._start_ns
             self._start_ns = None
-            self._num += 1
-            self._total_ns += lasted_ns
-            self._longest_ns = max(self._longest_ns, lasted_ns)
+            sums = self._sums
+            sums[0] += 1
+            sums[1] += lasted_ns
+            sums[2] = max(sums[2], lasted_ns)
 
     def take(self) -> Collections | None:
         """What came together since the last time; None when nothing was collected."""
-        if not self._num:
-            return None
-        taken = Collections(self._num, self._total_ns / 1e9, self._longest_ns / 1e9)
-        self._num = self._total_ns = self._longest_ns = 0
-        return taken
+        (num, total_ns, longest_ns), self._sums = self._sums, [0, 0, 0]
+        return Collections(num, total_ns / 1e9, longest_ns / 1e9) if num else None

@@ -3,7 +3,7 @@
 The first sample waits until enough ordinary steps have gone by to know what is typical; after that one is taken at
 long intervals, and one when the run became slower, as far as the overhead budget allows. On CUDA the tracer stays
 attached after a sample and may slow the rest of the run, so the steps after each sample are held against those before
-it: where they are slower, no other sample is taken.
+it: where they are slower, no other sample is taken. On a CPU nothing stays behind, and nothing is compared.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 TYPICAL_STEPS = 20
 """Ordinary steps whose median says what is typical, before and after a sample."""
+FIRST_STEPS = 10
+"""Ordinary steps before the first sample: a short run is to have one too."""
 MAX_SLOWDOWN = 1.1
 """After-effects that were reported are 10-20 %; less is not told from noise by twenty steps."""
 NEVER = 1 << 62
@@ -54,16 +56,17 @@ class SamplingPlan:
     def note_step(self, step_s: float) -> AfterEffect | None:
         """An ordinary step went by; tells once, when enough have, whether they are slower than before the sample."""
         self._recent.append(step_s)
-        if self._is_stopped or len(self._recent) < TYPICAL_STEPS:
+        if self._is_stopped:
             return None
-        if self._before:
-            before, self._before = self._before, ()
-            if is_slower(before, self._recent):
-                self.stop()
-                return AfterEffect(median(before), median(self._recent))
-        if not self._num_samples:
+        if not self._num_samples and self.next_step == NEVER and len(self._recent) >= FIRST_STEPS:
             self.next_step = 0
-        return None
+        if not self._before or len(self._recent) < TYPICAL_STEPS:
+            return None
+        before, self._before = self._before, ()
+        if not is_slower(before, self._recent):
+            return None
+        self.stop()
+        return AfterEffect(median(before), median(self._recent))
 
     def ask(self) -> None:
         """Something has changed: sample as soon as the budget allows."""
@@ -90,17 +93,27 @@ class SamplingPlan:
         expected_s = self.spent_s / self._num_samples
         if spent_s + expected_s <= self._budget * run_s:
             return True
-        self.next_step = num_steps + TYPICAL_STEPS
+        self.postpone(num_steps)
         return False
 
-    def note_sampled(self, num_steps: int, step_s: float, reading_s: float) -> None:
-        """A sampled step is done. `reading_s` is what starting, stopping and reducing took."""
-        self._before = tuple(self._recent)
-        self.typical_s = median(self._before) if self._before else None
+    def postpone(self, num_steps: int) -> None:
+        """It cannot be now: ask again some steps later."""
+        self.next_step = num_steps + TYPICAL_STEPS
+
+    def note_sampled(self, num_steps: int, step_s: float, reading_s: float, *, may_linger: bool = True) -> None:
+        """A sampled step is done.
+
+        Args:
+            reading_s: What starting, stopping and reducing took.
+            may_linger: Whether the tracer stays attached, so that the steps to come have to be watched.
+        """
+        self.typical_s = median(self._recent) if self._recent else None
+        self._before = tuple(self._recent) if may_linger else ()
         self._recent.clear()
         self.spent_s += max(0.0, step_s - (self.typical_s or step_s)) + reading_s
         self._num_samples += 1
-        self.next_step = num_steps + self._interval_steps if self._interval_steps else NEVER
+        has_next = self._interval_steps and not self._is_stopped
+        self.next_step = num_steps + self._interval_steps if has_next else NEVER
 
 
 def is_slower(before_s: Sequence[float], after_s: Sequence[float]) -> bool:
