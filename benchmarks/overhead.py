@@ -48,8 +48,8 @@ from flopmeter.demo.text import SyntheticText
 BENCHMARK_VERSION = 2
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
 BATCH_SIZE = 8
-UNTIMED = 3
-"""Steps before the clock runs: the warm-up. The first measured step comes after them, and counts."""
+START_STEPS = 5
+"""Steps before the race: the warm-up and the first measured step, whose surplus counts all the same."""
 TINY_BLOCK = 250
 ALL_SINKS = ["console", "tensorboard", "prometheus", "wandb"]
 FREQUENCIES = (1, 10, 50, 100, 500)
@@ -86,16 +86,28 @@ class Variant:
     def __init__(self, name: str) -> None:
         self.name = name
         self.loop = Loop()
-        self.step_s: list[float] = []
+        self.blocks: list[list[float]] = []
+        """Seconds of each step, block by block; the first block is the start, and is not raced."""
 
     def one(self) -> None:
         self.loop.train_step()
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the next step is a measured one: then it must come before anybody else's."""
+        return False
+
     def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
+        block: list[float] = []
+        while len(block) < num_steps or self.is_measuring:
             start_s = time.perf_counter()
             self.one()
-            self.step_s.append(time.perf_counter() - start_s)
+            block.append(time.perf_counter() - start_s)
+        self.blocks.append(block)
+
+    @property
+    def step_s(self) -> list[float]:
+        return [seconds for block in self.blocks[1:] for seconds in block]
 
     def close(self) -> dict[str, Any]:
         return {}
@@ -112,6 +124,11 @@ class Flopmeter(Variant):
         loss, grad_norm = self.loop.train_step()
         self._monitor.log_step(self.loop.step, 0, loss, grad_norm, 1e-3)
 
+    @property
+    def is_measuring(self) -> bool:
+        source = self._monitor.marks.source
+        return source.is_measuring or self._monitor._sampling.running is not None
+
     def close(self) -> dict[str, Any]:
         summary = self._monitor.finish_training()
         run = load_run(self._dir)
@@ -121,7 +138,7 @@ class Flopmeter(Variant):
             "mean_mfu": summary.get("perf/mfu"),
             "flop_error": counted[-1] / exact - 1 if counted else None,
             "own_overhead_share": run.column("perf/overhead_share")[-1],
-            "measured": [at - UNTIMED for at, marks in run.marks.items() if "warmup" not in marks],
+            "measured": [at for at, marks in run.marks.items() if "warmup" not in marks],
         }
 
 
@@ -233,8 +250,7 @@ def race(num_steps: int, block: int, is_quick: bool) -> tuple[dict[str, dict[str
         before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             runs[name] = make()
-            runs[name].run(UNTIMED)
-            runs[name].step_s.clear()
+            runs[name].run(START_STEPS)
         except Exception as error:  # noqa: BLE001 - a peer that is not installed must not stop the others
             missing[name] = f"{type(error).__name__}: {error}"
             continue
@@ -247,18 +263,13 @@ def race(num_steps: int, block: int, is_quick: bool) -> tuple[dict[str, dict[str
 
 
 def _result(variant: Variant, baseline: Variant, block: int) -> dict[str, Any]:
-    blocks = [
-        [sum(times[i : i + block]) for i in range(0, len(times) - block + 1, block)]
-        for times in (variant.step_s, baseline.step_s)
-    ]
-    ratios = [own / base for own, base in zip(*blocks, strict=True)]
-    typical_s, base_s, num_steps = (
-        statistics.median(variant.step_s),
-        statistics.median(baseline.step_s),
-        len(ratios) * block,
-    )
+    means = [[statistics.fmean(block) for block in racer.blocks[1:]] for racer in (variant, baseline)]
+    ratios = [own / base for own, base in zip(*means, strict=True)]
+    typical_s, base_s = statistics.median(variant.step_s), statistics.median(baseline.step_s)
+    num_steps = len(variant.step_s)
     closing = variant.close()
-    measured = [variant.step_s[at] for at in closing.pop("measured", ()) if 0 <= at < num_steps]
+    every_s = [*variant.blocks[0], *variant.step_s]
+    measured = [every_s[at] for at in closing.pop("measured", ())]
     longer_s = sum(measured) - typical_s * len(measured)
     steady = typical_s / base_s - 1
     is_ours = isinstance(variant, Flopmeter) or variant is baseline
@@ -439,7 +450,8 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
         table.add_row(
             name, f"{row['total_s']:.1f}", f"{row['overhead_percent']:.2f}", f"{row['by_blocks_percent']:.2f}",
             f"{row['by_blocks_spread_percent']:.2f}", f"{row['steps_per_s']:.1f}", _percent(row.get("mean_mfu")),
-            f"{row['extra_memory_mb']:.0f}", "-" if cost_ms is None else f"{cost_ms:.0f}", _percent(row.get("flop_error")),
+            f"{row['extra_memory_mb']:.0f}", "-" if cost_ms is None else f"{cost_ms:.0f}",
+            _percent(row.get("flop_error")),
         )  # fmt: skip
     console.print(table)
     for name, reason in missing.items():

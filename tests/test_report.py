@@ -547,3 +547,11 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, arguments: list[
 def test_a_page_of_any_body_has_its_title_escaped() -> None:
     text = page("<b>title</b>", "<button id='theme'></button>", {})
     assert "<title>&lt;b&gt;title&lt;/b&gt;</title>" in text
+
+
+def test_a_count_that_does_not_tell_modules_apart_has_a_report_all_the_same(tmp_path: Path) -> None:
+    steps = (runs.step(number) for number in range(1, 9))
+    lines = [runs.header(), runs.peak(), runs.count(2, by_module={}), *steps]
+    facts = facts_of(load_run(runs.write_run(tmp_path, lines)))
+    assert facts["work"]["by_module"] == []
+    assert "<html" in render_facts(facts, "html")

@@ -51,6 +51,8 @@ def _largest(flop: dict[str, float]) -> list[dict[str, Any]]:
 def _tree(flop: dict[str, float]) -> list[dict[str, Any]]:
     """Nodes of a tree with their totals: `id`, `parent`, `label`, `flop`. Small ones are merged with their siblings."""
     total = sum(flop.values())
+    if not total:  # a profiled step does not tell modules apart
+        return []
     totals: dict[tuple[str, ...], float] = {(): total}
     for path, value in flop.items():
         parts = tuple(clean(part, 60) for part in path.split(".")[:12]) if path else ()

@@ -1,0 +1,194 @@
+"""What do rank statistics cost, and how does that grow with the number of ranks?
+
+    python benchmarks/distributed.py [--ranks 2 4 8] [--steps 3000] [--quick]
+
+For each number of ranks one job trains a small model under DDP. Its monitor takes part in the statistics in every other
+block of steps: waits are timed, packets are left and read; in the blocks between it does not. Neighbouring blocks are
+compared, so that a slow moment of the machine hits both; the cost is the median of their ratios minus one. Beside it:
+CPU time of the exchange's thread per interval on rank 0 and on the last rank, and the calls to the store.
+
+More ranks than this machine has cores for are simulated: what rank 0 does with that many packets, and their size. The
+last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flopmeter import TrainingMonitor
+from flopmeter.distributed.exchange import FLAT_RANKS, GROUP_RANKS
+from flopmeter.distributed.packet import FIELDS, PACKET_BYTES, unpack
+from flopmeter.distributed.stragglers import StragglerWatch
+from flopmeter.distributed.summary import JobScale, describe, metrics_of, scale_of
+
+BENCHMARK_VERSION = 1
+EVERY = 50
+WIDTH, ROWS = 512, 64
+SIMULATED = (1024, 4096, 16384)
+GOAL = 0.002
+
+
+class Job:
+    """One rank of the job: trains, with its part in the statistics switched on or off."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]))
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        distributed = {"statistics_every": EVERY, "statistics_s": 1e-3}
+        settings = {"sinks": [], "peak_flop_per_s": 1e12, "profile_steps": False, "report": False}
+        config = {"monitoring": {**settings, "distributed": distributed}}
+        self.monitor = TrainingMonitor(folder, config, model=model, optimizer=self.optimizer)
+        self.monitor.start_training()
+        self.model = model
+        assert self.monitor._ranks is not None
+        self.ranks = self.monitor._ranks
+
+    def take_part(self, is_on: bool) -> None:
+        monitor = self.monitor
+        monitor._digest.ranks = self.ranks if is_on else None
+        monitor._tracker.blocking = self.ranks.blocking if is_on else None
+        self.ranks.blocking.attach() if is_on else self.ranks.blocking.detach()
+
+    def block(self) -> float:
+        """Seconds of one interval of steps; ranks begin together."""
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(EVERY):
+            self.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return time.perf_counter() - start_s
+
+
+def work(folder: Path, num_steps: int) -> None:
+    """What each rank runs."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    job = Job(folder)
+    job.block()
+    blocks: dict[bool, list[float]] = {True: [], False: []}
+    for pair in range(max(2, num_steps // (2 * EVERY))):
+        for is_on in (True, False) if pair % 2 else (False, True):
+            job.take_part(is_on)
+            blocks[is_on].append(job.block())
+    exchange = job.ranks.exchange
+    calls = dict(exchange.mailbox.num_calls) if exchange.mailbox is not None else {}
+    answer = {"on_s": blocks[True], "off_s": blocks[False], "thread_s": exchange.cpu_s, "calls": calls}
+    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(answer))
+    job.monitor.finish_training()
+    dist.destroy_process_group()
+
+
+def launch(num_ranks: int, num_steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command += [__file__, "--worker", folder, "--steps", str(num_steps)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+        answers = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+    first, last = answers[0], answers[-1]
+    ratios = [on / off - 1 for on, off in zip(first["on_s"], first["off_s"], strict=True)]
+    num_intervals = len(ratios)
+    return {
+        "ranks": num_ranks,
+        "step_ms": statistics.median(first["off_s"]) / EVERY * 1e3,
+        "added_share": statistics.median(ratios),
+        "added_share_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "num_pairs": num_intervals,
+        "thread_ms_per_interval_rank_0": first["thread_s"] / num_intervals * 1e3,
+        "thread_ms_per_interval_last_rank": last["thread_s"] / num_intervals * 1e3,
+        "calls_rank_0": first["calls"],
+        "calls_last_rank": last["calls"],
+    }
+
+
+def simulate(num_ranks: int) -> dict[str, Any]:
+    """Rank 0's arithmetic on that many packets, and what travels per interval."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    joined = torch.rand(num_ranks, len(FIELDS), dtype=torch.float64).numpy().tobytes()
+    packets = [joined[i : i + PACKET_BYTES] for i in range(0, len(joined), PACKET_BYTES)]
+    nobody, watch = torch.zeros(num_ranks, dtype=torch.bool), StragglerWatch()
+    alone = JobScale(flop=1.0, tokens=1.0, samples=1.0, devices=1.0)
+    times_s = []
+    for _ in range(5):
+        start_s = time.thread_time()
+        table = unpack(packets, num_ranks)
+        metrics_of(describe(table, nobody))
+        scale_of(table, [1] * num_ranks, alone, is_alike=True)
+        watch.update(table)
+        times_s.append(time.thread_time() - start_s)
+    is_flat = num_ranks <= FLAT_RANKS
+    return {
+        "ranks": num_ranks,
+        "arithmetic_ms": statistics.median(times_s) * 1e3,
+        "bytes_per_rank": PACKET_BYTES,
+        "bytes_to_rank_0": num_ranks * PACKET_BYTES,
+        "notes_read_by_rank_0": num_ranks if is_flat else -(-num_ranks // GROUP_RANKS),
+        "notes_read_by_a_leader": 0 if is_flat else GROUP_RANKS,
+    }
+
+
+def show(measured: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> None:
+    console = Console(width=110)
+    table = Table(title=f"Statistics every {EVERY} steps")
+    for heading in ("ranks", "step ms", "added %", "quartiles %", "thread ms, rank 0", "thread ms, last rank"):
+        table.add_column(heading, justify="right")
+    for row in measured:
+        low, high = (share * 100 for share in row["added_share_quartiles"])
+        table.add_row(
+            str(row["ranks"]), f"{row['step_ms']:.1f}", f"{row['added_share'] * 100:.2f}", f"{low:.2f} to {high:.2f}",
+            f"{row['thread_ms_per_interval_rank_0']:.2f}", f"{row['thread_ms_per_interval_last_rank']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    for row in simulated:
+        kb = row["bytes_to_rank_0"] / 1024
+        console.print(
+            f"{row['ranks']:>6} ranks, simulated: {row['arithmetic_ms']:.1f} ms of arithmetic, {kb:,.0f} KB to rank 0 in "
+            f"{row['notes_read_by_rank_0']} notes"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument(
+        "--quick", "--short", action="store_true", help="two ranks and a few blocks, to see that it runs"
+    )
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        work(arguments.worker, arguments.steps)
+        return
+    ranks, num_steps = ([2], 4 * EVERY) if arguments.quick else (arguments.ranks, arguments.steps)
+    measured = [launch(num_ranks, num_steps) for num_ranks in ranks]
+    simulated = [simulate(num_ranks) for num_ranks in SIMULATED]
+    show(measured, simulated)
+    machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
+    print(json.dumps({
+        "benchmark": "distributed", "version": BENCHMARK_VERSION, "machine": machine, "every": EVERY, "goal": GOAL,
+        "measured": measured, "simulated": simulated,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
