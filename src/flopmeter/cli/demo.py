@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopmeter.devices import measure_peak, peak_flops
-from flopmeter.errors import FlopmeterError, MissingLibraryError
+from flopmeter.errors import ConfigError, FlopmeterError, MissingLibraryError
 from flopmeter.record import load_run
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from flopmeter.demo import DemoResult
+    from flopmeter.demo import DemoResult, Plant, Planted
 
 MEASURE_S = 4.0
 _ROWS = (
@@ -38,11 +39,18 @@ def command(
         "runs/demo"
     ),
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long to train.")] = 30.0,
+    workload: Annotated[str, typer.Option(help="What to train: gpt, conv or hf (a Llama of transformers).")] = "gpt",
+    plant: Annotated[
+        list[str] | None, typer.Option("--plant", help="Plant a fault, to see it found; NAME or NAME=SIZE. Repeatable.")
+    ] = None,
+    list_plants: Annotated[bool, typer.Option("--list-plants", help="Show the faults that can be planted.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Train a small GPT on synthetic text, watch its MFU, and print a summary. No account, no network.
+    """Train a small model on synthetic data, watch its MFU, and print a summary. No account, no network.
 
-    Example:  flopmeter demo --seconds 30
+    With --plant something is wrong with the run, and `flopmeter diagnose` should find it.
+
+    Example:  flopmeter demo --seconds 30 --plant slow_disk=0.5
     """
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter demo", extra="torch")
@@ -50,18 +58,60 @@ def command(
 
     talk = Console(stderr=True, quiet=json)
     with talk.status("Loading torch ..."):
-        from flopmeter.demo import pick_device, run_demo
+        from flopmeter.demo import PLANTS, WORKLOADS, pick_device, run_demo
+    if list_plants:
+        _show_plants(PLANTS, json)
+        return
+    if workload not in WORKLOADS:
+        raise typer.BadParameter(f"there is no workload {workload!r}; there are: {', '.join(WORKLOADS)}")
+    planted = [_planted(text) for text in plant or ()]
     if pick_device().type == "cpu":
         _measure_cpu_once(talk)
-    talk.print(f"Training a small GPT for {seconds:.0f} s ...")
-    result = run_demo(output_dir, seconds, {"monitoring": {"sinks": [] if json else ["console"]}})
+    faults = "".join(f" with {p.plant.name} ({p.size:.3g} {p.plant.size})" for p in planted)
+    talk.print(f"Training {workload}{faults} for {seconds:.0f} s ...")
+    config = {"monitoring": {"sinks": [] if json else ["console"]}}
+    result = run_demo(output_dir, seconds, config, workload=workload, planted=planted)
     if json:
         answer = {"run": str(result.run_path), "num_steps": result.num_steps, "final_loss": result.final_loss}
+        answer["planted"] = {p.plant.name: p.size for p in planted}
         typer.echo(json_format.dumps(answer | {"summary": result.summary}))
         return
     console = Console()
     console.print(_table(result))
     console.print(f"Run file: {result.run_path}", soft_wrap=True)
+
+
+def _planted(text: str) -> Planted:
+    """A fault as it was asked for; without a size, one in the middle of its range."""
+    from flopmeter.demo import Planted, find_plant
+
+    name, _, size = text.partition("=")
+    try:
+        plant = find_plant(name)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    low, high = plant.sizes
+    try:
+        return Planted(plant, float(size) if size else (low + high) / 2)
+    except ValueError:
+        raise typer.BadParameter(f"the size of {name} is a number ({plant.size}), not {size!r}") from None
+
+
+def _show_plants(plants: Iterable[Plant], json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if json:
+        keys = ("name", "what", "size", "sizes", "rule", "workloads")
+        typer.echo(json_format.dumps([{key: getattr(plant, key) for key in keys} for plant in plants]))
+        return
+    table = Table(title="Faults that can be planted", title_justify="left")
+    for heading in ("Name", "What is wrong", "Size"):
+        table.add_column(heading, no_wrap=heading == "Name")
+    for plant in plants:
+        low, high = plant.sizes
+        table.add_row(plant.name, plant.what, f"{low:g} to {high:g} {plant.size}" if low < high else "")
+    Console().print(table)
 
 
 def _measure_cpu_once(talk: Console) -> None:

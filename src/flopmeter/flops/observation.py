@@ -15,10 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from flopmeter.flops import formulas
+from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask
+from flopmeter.flops.repeats import Repeats
 
 logger = logging.getLogger("flopmeter")
 
@@ -62,8 +64,12 @@ class Observation:
         self.calls: list[Call] = []
         self.uncounted: dict[str, int] = {}
         self.roots = roots
+        first = next((parameter for root in roots for parameter in root.parameters()), None)
+        self.device_type = first.device.type if first is not None else "cpu"
+        self.facts = None if count_fake else StepFacts(self.device_type)
         self._frames = FrameTracker(roots)
         self._pairs = PairTracker()
+        self._repeats = Repeats()
         self._mode = _Mode(self._take, count_fake)
         self._count_evaluation = count_evaluation
         self._creates_graph: list[bool] = []
@@ -104,7 +110,9 @@ class Observation:
         """The FLOPs of what was seen. Reads the mask sums from the device."""
         from flopmeter.flops.tally import tally
 
-        return tally(self.calls, self._frames.needed, self.uncounted, convention)
+        again = self._repeats.find()
+        calls = [call._replace(phase="recompute") if i in again else call for i, call in enumerate(self.calls)]
+        return tally(calls, self._frames.needed, self.uncounted, convention)
 
     def _set_in_optimizer(self, is_in: bool) -> None:
         self._is_in_optimizer = is_in
@@ -134,6 +142,8 @@ class Observation:
             position = _WRAPPERS[op]
             self._take(args[position], args[position + 1 :], kwargs, out[1] if position == 0 else out)
             return
+        if self.facts is not None:
+            self.facts.see(op, args, out, self._is_in_optimizer)
         formula = formulas.find(op)
         if formula is None:
             if op in TRACKED:
@@ -144,27 +154,37 @@ class Observation:
         node = _gradient_node() if not self._frames.depth else None
         frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
         bound = bind(formula, func, args)
+        phase, work = self._phase(frame), _work(formula, bound, kwargs, out)
+        self._note_repeats(phase, work, node)
         self.calls.append(
             Call(
-                phase=self._phase(frame),
+                phase=phase,
                 frame=frame,
                 op=op,
                 dtype=_dtype_of(args),
                 is_attention=formula.family in _ATTENTION_FAMILIES,
-                work=_work(formula, bound, kwargs, out),
+                work=work,
                 pairs=self._pairs_of(op, formula, args, {**bound, **kwargs}, out, frame, node),
             )
         )
 
     def _phase(self, frame: Frame) -> WorkPhase:
         if torch._C._current_graph_task_id() == -1:
-            if self._is_in_optimizer:
+            if self._is_in_optimizer and not torch.is_grad_enabled():  # with gradients it is the closure of the step
                 return "optimizer"
             return "evaluation" if frame.batch.is_evaluation and not self._count_evaluation else "forward"
         if not torch.is_grad_enabled():
             return "backward"
         builds_graph = bool(self._creates_graph) and self._creates_graph[-1]
         return "backward" if builds_graph and not self._frames.depth else "recompute"
+
+    def _note_repeats(self, phase: WorkPhase, work: Work | Callable[[], Work], node: Any) -> None:
+        if not isinstance(work, Work) or torch.is_grad_enabled():
+            return
+        if phase == "forward":
+            self._repeats.see_forward(_get_sequence_nr() - 1, work.full)
+        elif phase == "backward":
+            self._repeats.see_backward(node, work.full, len(self.calls))
 
     def _pairs_of(
         self,

@@ -40,6 +40,10 @@ class Pairs:
     """Boolean masks, True where a pair counts."""
     share: torch.Tensor | float | None = 1.0
     """Share of all pairs that count: a device scalar until the step is over, None when the mask has no values."""
+    num_keys: int = 0
+    """Length of the softmax."""
+    is_spelled_out: bool = False
+    """The model's own code called the softmax; torch's attention, where it falls back on products, calls another."""
     needed: float = 1.0
     """Share of a fused backward's products whose results anyone wants (frozen keys need no gradient)."""
 
@@ -60,6 +64,8 @@ class PairTracker:
         if op in _SOFTMAX:
             if args[1] in (-1, args[0].dim() - 1) and not pairs.is_attention:
                 pairs.is_attention = True
+                pairs.num_keys = int(args[0].shape[-1])
+                pairs.is_spelled_out = op != "aten::_safe_softmax"
                 pairs.share = self.share(pairs.allowed, args[0].shape, query_is_real)
             _tag(out, pairs)
         elif op in _KEEPS_SCORES:

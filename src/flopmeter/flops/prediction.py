@@ -2,7 +2,8 @@
 
 A counted step says how much of its work grows with tokens, with attended pairs, with image patches. The closed form
 says by how much each of these grows from that step's workload to another's. So one counted step predicts all others,
-the next one tests the prediction, and its error is published.
+the next one tests the prediction, and its error is published. A step with work of a kind that no counted step had (the
+first image after text alone) takes that kind from the closed form.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.workload import Workload, pairs
 
 MAX_KNOWN = 256
-SAME_TOTAL, SAME_PART = 0.05, 0.1
-"""A closed form this close to the count is right; a part of the count this far from the closed form's is mistaken."""
+SAME_TOTAL, SAME_PART, SAME_KIND = 0.05, 0.1, 0.01
+"""A closed form this close to the count is right; a part of the count this far from the closed form's is mistaken; a
+kind of work this close in both is beyond doubt."""
 
 
 class Prediction(NamedTuple):
@@ -35,7 +37,8 @@ class Prediction(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Calibration:
     count: FlopCount
-    workload: Workload
+    growth: Mapping[str, float]
+    """What the closed form says of the counted step, by kind of work."""
 
 
 class Predictor:
@@ -54,7 +57,7 @@ class Predictor:
         """What autocast turns every product into, as long as nothing was counted; None for the weights' own."""
         self._convention = convention
         self._is_calibrated = is_calibrated
-        self._calibration: _Calibration | None = None
+        self._calibrations: dict[frozenset[str], _Calibration] = {}
         self._known: OrderedDict[Workload, Prediction] = OrderedDict()
 
     def learn(self, count: FlopCount, workload: Workload) -> float | None:
@@ -63,7 +66,10 @@ class Predictor:
         if count.model_flop:
             self.error = predicted / count.model_flop - 1
         if self._is_calibrated:
-            self._calibration = _Calibration(self._with_sound_growth(count, workload), workload)
+            growth = self._growth(workload)
+            others = {kinds: other for kinds, other in self._calibrations.items() if kinds != frozenset(growth)}
+            calibration = _Calibration(self._with_sound_growth(count, growth), growth)
+            self._calibrations = {**others, frozenset(growth): calibration}  # the last is the newest
             self._known = OrderedDict()  # replaced, not cleared: another thread may be reading
             self._remember(workload, Prediction(count.by_dtype, count.hardware_by_dtype, "counted"))
         return self.error
@@ -80,51 +86,83 @@ class Predictor:
         return prediction
 
     def _predict(self, workload: Workload) -> Prediction:
-        calibration = self._calibration
+        planned = self.plan.evaluate(workload, convention=self._convention, dtype=self.dtype)
+        growth = _by_kind(planned.growth)
+        calibration = self._nearest(frozenset(growth))
         if calibration is None:
-            count = self.plan.evaluate(workload, convention=self._convention, dtype=self.dtype)
-            return Prediction(count.by_dtype, count.hardware_by_dtype, count.method)
-        count, scales = calibration.count, self._scales(calibration.workload, workload)
+            return Prediction(planned.by_dtype, planned.hardware_by_dtype, planned.method)
+        count = calibration.count
+        scales = _scales(calibration.growth, growth, _by_kind(count.growth))
         total = sum(count.by_dtype.values())
         model = {
             dtype: sum(flop * scales.get(_kind(driver), scales[""]) for driver, flop in parts.items())
             for dtype, parts in (count.growth or {dtype: {"": flop} for dtype, flop in count.by_dtype.items()}).items()
         }
+        for dtype, parts in planned.growth.items() if count.growth else ():
+            own = dtype if len(count.by_dtype) != 1 else next(iter(count.by_dtype))  # autocast's, where it was counted
+            for driver, flop in parts.items():
+                if flop and _kind(driver) not in calibration.growth:
+                    model[own] = model.get(own, 0.0) + flop
         ratio = sum(model.values()) / total if total else 1.0
         hardware = {dtype: flop * ratio for dtype, flop in count.hardware_by_dtype.items()}
         return Prediction(model, hardware, "calibrated" if self.plan.method == "estimate" else "scaled")
 
-    def _with_sound_growth(self, count: FlopCount, workload: Workload) -> FlopCount:
+    def _nearest(self, kinds: frozenset[str]) -> _Calibration | None:
+        """The newest counted step with these kinds of work and no others, or with all of them, or of any kind."""
+        known = self._calibrations
+        if kinds in known:
+            return known[kinds]
+        fitting = [known[others] for others in known if kinds <= others] or list(known.values())
+        return fitting[-1] if fitting else None
+
+    def _with_sound_growth(self, count: FlopCount, planned: Mapping[str, float]) -> FlopCount:
         """Rows are told apart by their number; where two kinds have the same, the closed form knows better."""
-        planned, total = self._growth(workload), count.model_flop
+        total = count.model_flop
         if self.plan.method != "estimate" or not total or abs(sum(planned.values()) / total - 1) > SAME_TOTAL:
             return count
-        seen: dict[str, float] = defaultdict(float)
-        for parts in count.growth.values():
-            for driver, flop in parts.items():
-                seen[_kind(driver)] += flop
-        if all(abs(seen[kind] - planned[kind]) <= SAME_PART * total for kind in {*seen, *planned}):
+        seen = _by_kind(count.growth)
+        if all(abs(seen.get(kind, 0.0) - planned.get(kind, 0.0)) <= SAME_PART * total for kind in {*seen, *planned}):
             return count
-        shares = {kind: flop / sum(planned.values()) for kind, flop in planned.items()}
+        shares = _shares(total, seen, planned)
         growth = {
             dtype: {kind: flop * share for kind, share in shares.items()} for dtype, flop in count.by_dtype.items()
         }
         return replace(count, growth=growth)
 
-    def _scales(self, counted: Workload, wanted: Workload) -> dict[str, float]:
-        """By how much each kind of work grows; "" stands for all of it."""
-        before, after = self._growth(counted), self._growth(wanted)
-        scales = {kind: after.get(kind, 0.0) / flop for kind, flop in before.items() if flop}
-        total = sum(before.values())
-        scales[""] = sum(after.values()) / total if total else 1.0
-        return scales
-
     def _growth(self, workload: Workload) -> dict[str, float]:
-        growth: dict[str, float] = defaultdict(float)
-        for parts in self.plan.evaluate(workload, convention=self._convention).growth.values():
-            for driver, flop in parts.items():
-                growth[_kind(driver)] += flop
-        return growth
+        return _by_kind(self.plan.evaluate(workload, convention=self._convention).growth)
+
+
+def _shares(total: float, seen: Mapping[str, float], planned: Mapping[str, float]) -> dict[str, float]:
+    """Each kind's share: as counted where the closed form says the same, the rest divided as the closed form does."""
+    agreed = {kind: flop for kind, flop in planned.items() if abs(seen.get(kind, 0.0) - flop) <= SAME_KIND * flop}
+    rest = {kind: flop for kind, flop in planned.items() if kind not in agreed}
+    if not rest:
+        return {kind: flop / sum(planned.values()) for kind, flop in planned.items()}
+    left = (total - sum(seen[kind] for kind in agreed)) / sum(rest.values())
+    return {kind: (seen[kind] if kind in agreed else flop * left) / total for kind, flop in planned.items()}
+
+
+def _by_kind(growth: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """FLOPs by kind of work; kinds that there is none of are not in it."""
+    found: dict[str, float] = defaultdict(float)
+    for parts in growth.values():
+        for driver, flop in parts.items():
+            if flop:
+                found[_kind(driver)] += flop
+    return dict(found)
+
+
+def _scales(before: Mapping[str, float], after: Mapping[str, float], seen: Mapping[str, float]) -> dict[str, float]:
+    """By how much each kind of work grows; "" is for what was counted under a name that the closed form does not use.
+
+    That grows as what the closed form has and the count does not know by name: images there are patches here.
+    """
+    scales = {kind: after.get(kind, 0.0) / flop for kind, flop in before.items()}
+    unmatched = [kind for kind in before if kind not in seen] or list(before)
+    total = sum(before[kind] for kind in unmatched)
+    scales[""] = sum(after.get(kind, 0.0) for kind in unmatched) / total if total else 1.0
+    return scales
 
 
 def as_if_unpadded(workload: Workload) -> Workload:

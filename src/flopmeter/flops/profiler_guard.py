@@ -12,7 +12,8 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -39,17 +40,33 @@ _OTHER_TOOLS = (
     "KINETO_USE_DAEMON",
 )
 # Operators only. All of "CPU" would attach CUPTI to trace the CUDA runtime, which slows the run for good.
-_ACTIVITIES = {ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION"}}
+_OPERATORS = {ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION"}}
+# What the device does, and which call and which operator it goes back to.
+_KERNELS = {
+    ProfilerActivity.CUDA: {
+        "CONCURRENT_KERNEL", "GPU_MEMCPY", "GPU_MEMSET", "CUDA_RUNTIME", "CUDA_DRIVER", "EXTERNAL_CORRELATION"
+    }
+}  # fmt: skip
+_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
 class Recording:
-    """One session of ours: operators with their shapes. Started once, stopped once, both on the same thread."""
+    """One session of ours: operators, by choice with their shapes or with the kernels that they launch.
 
-    def __init__(self) -> None:
+    Started once, stopped once, both on the same thread.
+
+    Args:
+        with_shapes: Record what each operator was called with, which doubles the cost.
+        with_kernels: Record what a CUDA device does. CUPTI stays attached afterwards, and may slow the run.
+    """
+
+    def __init__(self, *, with_shapes: bool = True, with_kernels: bool = False) -> None:
         self.was_cut_short = False
         """The user started a profiler, and this session ended early to let it."""
         self.ended = threading.Event()
         self.profiler: torch_profiler.profile | None = None
+        self._with_shapes = with_shapes
+        self._with_kernels = with_kernels
         self._thread = 0
         self._process = 0
 
@@ -73,12 +90,17 @@ class Recording:
             if reason := blocker():
                 raise CountError(f"the step is not profiled: {reason}")
             self.profiler = torch_profiler.profile(
-                use_kineto=True, record_shapes=True, with_flops=True, activity_filters=_ACTIVITIES
+                use_kineto=True,
+                use_device="cuda" if self._with_kernels else None,
+                record_shapes=self._with_shapes,
+                with_flops=self._with_shapes,
+                activity_filters=_OPERATORS | (_KERNELS if self._with_kernels else {}),
             )
             self._thread, self._process = threading.get_ident(), os.getpid()
             _sessions.own = self
             try:
-                self.profiler.__enter__()  # type: ignore[no-untyped-call]
+                with _silent_kineto():
+                    self.profiler.__enter__()  # type: ignore[no-untyped-call]
             except Exception as error:
                 _sessions.own = self.profiler = None
                 raise CountError(f"torch's profiler does not start: {error}") from error
@@ -176,6 +198,19 @@ def blocker() -> str | None:
     if tool is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return f"another tool may be using CUPTI ({tool} is set)"
     return None
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """Kineto reads its log level when it first starts, and would print a line for every start and stop of ours."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = _SILENT
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOG_LEVEL, None)
 
 
 def _missing_name() -> str | None:

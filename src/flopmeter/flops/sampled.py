@@ -1,0 +1,169 @@
+"""Where did the time of this real step go? One step under torch's profiler, reduced at once and thrown away.
+
+    sampled = SampledStep(model, "cpu")
+    sampled.start()
+    ...one training step...
+    sampled.stop()
+    sampled.profile.fields()
+
+Only the raw results are read: torch's own parsing costs many times more than the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from time import time_ns
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType
+
+from flopmeter.flops.profiler_guard import Recording, blocker
+from flopmeter.flops.step_profile import Kernel, Marks, Range, Span, StepProfile, reduce_cpu, reduce_cuda
+
+_ENGINE = "_engine_run_backward"  # backward() and grad() both call the engine through this name of torch.autograd
+_BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+def why_not(device_type: str) -> str | None:
+    """Why no step may be sampled now, or None when it may."""
+    if device_type not in ("cpu", "cuda"):
+        return f"steps on {device_type} are not sampled: nobody has tried it"
+    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return blocker()
+
+
+class SampledStep:
+    """One step under the profiler: `start` and `stop` on the training thread, never in the first steps of a run.
+
+    Args:
+        model: The object that the loop calls; without it forward passes are told by what surrounds them.
+        device_type: Where it trains.
+    """
+
+    def __init__(self, model: nn.Module | None, device_type: str) -> None:
+        self.profile: StepProfile | None = None
+        """What the step came to; None when nothing was recorded, or another profiler cut it short."""
+        self._model = model
+        self.is_cuda = device_type == "cuda"
+        """Whether kernels are recorded, by a tracer that stays attached."""
+        self._recording = Recording(with_shapes=False, with_kernels=self.is_cuda)
+        self._forward: list[Span] = []
+        self._backward: list[Span] = []
+        self._graph_building: list[Span] = []
+        self._start_ns = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        """Begin to record.
+
+        Raises:
+            CountError: Another profiler is at work; `why_not` tells beforehand.
+        """
+        self._recording.start()
+        self._undo.append(self._watch_backward())
+        # The compiler would look into a hook on a module that it has compiled in place.
+        if self._model is not None and getattr(self._model, "_compiled_call_impl", None) is None:
+            hook = _ForwardHook(self._forward)
+            self._undo.append(self._model.register_forward_pre_hook(hook.enter, prepend=True).remove)
+            self._undo.append(self._model.register_forward_hook(hook.leave).remove)
+        self._start_ns = time_ns()
+
+    def stop(self) -> None:
+        """End the recording, reduce it, and give its memory back. Does nothing the second time."""
+        end_ns = time_ns()
+        while self._undo:
+            self._undo.pop()()
+        events = self._recording.stop()
+        if events:
+            self.profile = self._reduce(events, end_ns)
+
+    def _reduce(self, events: list[Any], end_ns: int) -> StepProfile | None:
+        ranges = list(_ranges(events))
+        marks = Marks(
+            step=(self._start_ns, end_ns),
+            forward=self._forward or self._guessed_forward(ranges),
+            backward=self._backward,
+            graph_building=self._graph_building,
+        )
+        if not self.is_cuda:
+            return reduce_cpu(ranges, marks)
+        return reduce_cuda(ranges, _kernels(events), marks._replace(launches=_launches(events)))
+
+    def _guessed_forward(self, ranges: Iterable[Range]) -> list[Span]:
+        """From the last batch, or the step's beginning, to the first backward pass."""
+        end_ns = min((start for start, _ in self._backward), default=self._start_ns)
+        batches = [r.end_ns for r in ranges if r.name.startswith("enumerate(DataLoader)") and r.end_ns <= end_ns]
+        return [(max(batches, default=self._start_ns), end_ns)]
+
+    def _watch_backward(self) -> Callable[[], None]:
+        original = getattr(torch.autograd, _ENGINE)
+
+        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            start_ns = time_ns()
+            try:
+                return original(outputs, *args, **kwargs)
+            finally:
+                span = (start_ns, time_ns())
+                self._backward.append(span)
+                if args[2] if len(args) > 2 else kwargs.get("create_graph", False):
+                    self._graph_building.append(span)
+
+        setattr(torch.autograd, _ENGINE, run_backward)
+
+        def undo() -> None:
+            if getattr(torch.autograd, _ENGINE) is run_backward:
+                setattr(torch.autograd, _ENGINE, original)
+
+        return undo
+
+
+class _ForwardHook:
+    """Notes when the model runs; a copy of the model made meanwhile notes nothing."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self._spans = spans
+        self._start_ns = 0
+
+    def enter(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            self._start_ns = time_ns()
+
+    def leave(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1 and self._start_ns:
+            self._spans.append((self._start_ns, time_ns()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
+        return _ForwardHook([])
+
+
+def _ranges(events: Iterable[Any]) -> Iterator[Range]:
+    for raw in events:
+        if raw.device_type() != DeviceType.CPU or raw.activity_type() in _LAUNCHES:
+            continue
+        start_ns = raw.start_ns()
+        yield Range(
+            raw.name(),
+            start_ns,
+            start_ns + raw.duration_ns(),
+            # What ends on another thread nests in nothing there.
+            -1 if raw.is_async() else raw.start_thread_id(),
+            raw.sequence_nr(),
+            raw.scope() == _BACKWARD_SCOPE,
+            raw.correlation_id(),
+        )
+
+
+def _kernels(events: Iterable[Any]) -> Iterator[Kernel]:
+    for raw in events:
+        if raw.device_type() == DeviceType.CUDA and not raw.is_user_annotation():
+            start_ns, end_ns = raw.start_ns(), raw.start_ns() + raw.duration_ns()
+            ids = raw.correlation_id(), raw.linked_correlation_id()
+            yield Kernel(raw.name(), start_ns, end_ns, raw.device_resource_id(), *ids)
+
+
+def _launches(events: Iterable[Any]) -> dict[int, int]:
+    return {raw.correlation_id(): raw.start_ns() for raw in events if raw.activity_type() in _LAUNCHES}

@@ -1,0 +1,148 @@
+"""Which steps are looked into, and what comes of it: a sampled profile, collections of garbage, falls of MFU.
+
+Everything but the sampled step itself happens in the background, from the numbers of the digested steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from time import perf_counter_ns
+
+from torch import nn
+
+from flopmeter.config import MonitorConfig
+from flopmeter.flops import profiler_guard
+from flopmeter.flops.sampled import SampledStep, why_not
+from flopmeter.monitor.header import device_of
+from flopmeter.timing.garbage import GarbageWatch
+from flopmeter.timing.regime import RegimeDetector
+from flopmeter.timing.sampling import SamplingPlan
+
+logger = logging.getLogger("flopmeter")
+
+INTERVALS_APART = 10
+"""Measuring intervals from one sampled step to the next: a profile costs more than an observed step."""
+
+
+class Sampling:
+    """Takes a profile now and then, and tells what the steps in between have in common.
+
+    `note_step` is called in the background; everything else on the training thread.
+
+    Args:
+        interval_steps: The measuring interval.
+        event: Writes an event to the run file.
+    """
+
+    def __init__(self, config: MonitorConfig, interval_steps: int, event: Callable[..., None]) -> None:
+        settings = config.monitoring
+        self.plan = SamplingPlan(INTERVALS_APART * interval_steps, settings.overhead_budget)
+        self.running: SampledStep | None = None
+        """The sample that the running step is in."""
+        self._event = event
+        self._every = config.details_every
+        self._garbage = GarbageWatch()
+        self._regime = RegimeDetector()
+        self._interval: list[tuple[float, float | None]] = []
+        self._interval_start = 0
+        self._last_reason: str | None = None
+        self._is_first = True
+        # Estimate mode promises to measure nothing.
+        self.is_on = settings.profile_steps and settings.mfu_calculation_mode != "estimate"
+        if not self.is_on:
+            self.plan.stop()
+
+    def start_run(self) -> None:
+        """The run begins."""
+        self._garbage.start()
+        if self.is_on:
+            profiler_guard.watch()  # here, where a search for profilers under way costs no step
+
+    def note_step(self, metrics: Mapping[str, float]) -> None:
+        """An ordinary step was digested."""
+        step_s = metrics["perf/step_time"]
+        if self._is_first:
+            self._is_first = False
+            self._garbage.take()  # what building the model and warming up left behind is not the loop's
+        slower = self.plan.note_step(step_s)
+        if slower is not None:
+            self._warn(
+                f"no more steps are profiled: after the last profile a step took {slower.after_s * 1e3:.1f} ms, before "
+                f"it {slower.before_s * 1e3:.1f} ms"
+            )
+        if not self._interval:
+            self._interval_start = int(metrics["global_step"])
+        self._interval.append((step_s, metrics.get("perf/mfu")))
+        if len(self._interval) >= self._every:
+            self._end_interval()
+
+    def start(self, model: nn.Module, num_steps: int) -> None:
+        """Profile the step that begins now, unless somebody else's profiler is at work."""
+        device_type = device_of(model).type
+        reason = why_not(device_type)
+        if reason is not None:
+            self.plan.postpone(num_steps)
+            if reason != self._last_reason:
+                self._warn(f"steps are not profiled now: {reason}")
+            self._last_reason = reason
+            return
+        running = SampledStep(model, device_type)
+        try:
+            running.start()
+        except Exception as error:  # noqa: BLE001 - the run comes first; this part is switched off and says so
+            self._switch_off(error)
+            return
+        self.running = running
+
+    def finish(self, num_steps: int, step_s: float) -> float:
+        """The sampled step is over; returns the seconds that reading it took."""
+        start_ns = perf_counter_ns()
+        sampled, self.running = self.running, None
+        assert sampled is not None
+        try:
+            sampled.stop()
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(error)
+        reading_s = (perf_counter_ns() - start_ns) / 1e9
+        self.plan.note_sampled(num_steps, step_s, reading_s, may_linger=sampled.is_cuda)
+        if sampled.profile is None:
+            self._warn("a profiled step showed no work, or was cut short by another profiler: its split is not known")
+        else:
+            typical = {} if self.plan.typical_s is None else {"typical_step_s": self.plan.typical_s}
+            self._event("profile", step_s=step_s, **typical, **sampled.profile.fields())
+        return reading_s
+
+    def close(self) -> None:
+        """The run is over, perhaps in the middle of a sampled step."""
+        self.plan.stop()
+        running, self.running = self.running, None
+        if running is not None:
+            running.stop()
+        self._garbage.close()
+        self._tell_garbage()
+
+    def _switch_off(self, error: Exception) -> None:
+        self.plan.stop()
+        self._warn(f"no more steps are profiled, because profiling failed: {type(error).__name__}: {error}")
+
+    def _end_interval(self) -> None:
+        interval, self._interval = self._interval, []
+        self._tell_garbage()
+        known = [(step_s, mfu) for step_s, mfu in interval if mfu is not None]
+        if not known:
+            return
+        mfu = sum(step_s * mfu for step_s, mfu in known) / sum(step_s for step_s, _ in known)
+        fall = self._regime.update(self._interval_start, mfu)
+        if fall is not None:
+            self._event("regime", **fall._asdict())
+            self.plan.ask()
+
+    def _tell_garbage(self) -> None:
+        taken = self._garbage.take()
+        if taken is not None:
+            self._event("gc", **taken._asdict())
+
+    def _warn(self, message: str) -> None:
+        logger.warning("%s", message)
+        self._event("warning", message=message)

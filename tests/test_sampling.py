@@ -1,0 +1,246 @@
+"""When is a step sampled, what stops it, and do falls of MFU, garbage and waits for data reach the run file?"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from flopmeter import load_run, watch
+from flopmeter.config import MonitorConfig
+from flopmeter.flops.sampled import SampledStep
+from flopmeter.monitor.sampling import Sampling
+from flopmeter.record import Run
+from flopmeter.timing.garbage import Collections, GarbageWatch
+from flopmeter.timing.regime import Regime, RegimeDetector
+from flopmeter.timing.sampling import FIRST_STEPS, NEVER, TYPICAL_STEPS, SamplingPlan, is_slower
+
+
+def plan_after(num_steps: int, *, step_s: float = 0.1, interval: int = 1000, budget: float = 0.01) -> SamplingPlan:
+    plan = SamplingPlan(interval, budget)
+    for _ in range(num_steps):
+        plan.note_step(step_s)
+    return plan
+
+
+def test_the_first_sample_waits_for_typical_steps_and_not_for_the_budget() -> None:
+    assert plan_after(FIRST_STEPS - 1).next_step == NEVER
+    plan = plan_after(FIRST_STEPS)
+    assert plan.is_due(14, run_s=1.5, spent_s=99.0)
+
+
+def test_the_next_sample_waits_for_its_interval_and_the_budget() -> None:
+    plan = plan_after(FIRST_STEPS)
+    plan.note_sampled(20, step_s=0.3, reading_s=0.1)
+    assert plan.typical_s == 0.1
+    assert plan.spent_s == pytest.approx(0.3)  # 0.2 s longer than a typical step, and 0.1 s to read
+    assert not plan.is_due(1019, run_s=1e6, spent_s=0.3)
+    # At one per cent another 0.3 s beside the 0.3 s already spent needs a run of 60 s.
+    assert not plan.is_due(1020, run_s=59.0, spent_s=0.3)
+    assert not plan.is_due(1021, run_s=61.0, spent_s=0.3)  # asked again only some steps later
+    assert plan.is_due(1020 + TYPICAL_STEPS, run_s=61.0, spent_s=0.3)
+
+
+def test_an_interval_of_zero_means_one_sample() -> None:
+    plan = plan_after(FIRST_STEPS, interval=0)
+    plan.note_sampled(20, 0.3, 0.1)
+    assert plan.next_step == NEVER
+
+
+def test_a_fall_of_mfu_asks_for_a_sample_within_the_budget() -> None:
+    plan = plan_after(FIRST_STEPS)
+    plan.note_sampled(20, 0.3, 0.1)
+    plan.ask()
+    assert not plan.is_due(100, run_s=10.0, spent_s=0.3)
+    assert plan.is_due(100 + TYPICAL_STEPS, run_s=100.0, spent_s=0.3)
+
+
+def test_a_run_that_is_slower_after_a_sample_is_not_sampled_again() -> None:
+    plan = plan_after(TYPICAL_STEPS)
+    plan.note_sampled(30, 0.3, 0.1)
+    found = [plan.note_step(0.12) for _ in range(TYPICAL_STEPS)]
+    assert found[:-1] == [None] * (TYPICAL_STEPS - 1)
+    assert found[-1] == (0.1, 0.12)
+    assert plan.next_step == NEVER
+    plan.ask()
+    assert not plan.is_due(10_000, run_s=1e9, spent_s=0.0)
+
+
+def test_a_sample_that_leaves_nothing_attached_is_not_blamed() -> None:
+    plan = plan_after(TYPICAL_STEPS)
+    plan.note_sampled(30, 0.3, 0.1, may_linger=False)
+    assert all(plan.note_step(0.2) is None for _ in range(2 * TYPICAL_STEPS))
+    assert plan.next_step == 1030
+
+
+def test_a_run_that_goes_on_as_before_is_sampled_again() -> None:
+    plan = plan_after(TYPICAL_STEPS)
+    plan.note_sampled(30, 0.3, 0.1)
+    assert all(plan.note_step(0.104) is None for _ in range(TYPICAL_STEPS))
+    assert plan.next_step == 1030
+
+
+def test_slower_means_more_than_the_steps_scatter() -> None:
+    assert is_slower([0.1] * 20, [0.112] * 20)
+    assert not is_slower([0.1] * 20, [0.105] * 20)
+    # Median 0.1, typical distance from it 0.02: 0.13 lies within twice that.
+    assert not is_slower([0.08, 0.1, 0.12] * 7, [0.13] * 20)
+
+
+def falls(values: list[float]) -> list[Regime]:
+    detector = RegimeDetector(min_fall=0.15, patience=3)
+    found = (detector.update(50 * number, value) for number, value in enumerate(values))
+    return [fall for fall in found if fall is not None]
+
+
+def test_a_fall_that_stays_is_told_once_with_where_it_began() -> None:
+    assert falls([0.4, 0.4, 0.4, 0.4, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]) == [(0.4, 0.3, 200)]
+
+
+def test_a_bad_moment_and_a_small_fall_are_not_told() -> None:
+    assert falls([0.4, 0.4, 0.4, 0.2, 0.2, 0.4, 0.2, 0.4, 0.4]) == []
+    assert falls([0.4, 0.4, 0.4, 0.35, 0.35, 0.35, 0.35]) == []  # 12.5 %
+
+
+def test_after_a_fall_the_new_level_is_normal() -> None:
+    assert falls([0.4] * 4 + [0.3] * 4 + [0.2] * 3) == [(0.4, 0.3, 200), (0.3, 0.2, 400)]
+
+
+def test_collections_of_garbage_are_added_up() -> None:
+    times = iter([0, 5_000_000, 10_000_000, 12_000_000])
+    garbage = GarbageWatch(lambda: next(times))
+    for phase in ("start", "stop", "start", "stop"):
+        garbage.on_collection(phase, {})
+    assert garbage.take() == Collections(num=2, duration_s=0.007, longest_s=0.005)
+    assert garbage.take() is None
+
+
+def test_a_real_collection_is_seen_and_the_callback_goes_away() -> None:
+    garbage, before = GarbageWatch(), list(gc.callbacks)
+    garbage.start()
+    garbage.start()
+    gc.collect()
+    garbage.close()
+    taken = garbage.take()
+    assert taken is not None
+    assert taken.num == 1
+    assert 0 < taken.longest_s <= taken.duration_s
+    assert gc.callbacks == before
+
+
+def steps(sampling: Sampling, mfu: float, num: int, first: int = 1) -> None:
+    for number in range(first, first + num):
+        sampling.note_step({"perf/step_time": 0.1, "perf/mfu": mfu, "global_step": number})
+
+
+def test_a_fall_of_mfu_becomes_an_event_and_asks_for_a_profile() -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    config = MonitorConfig.load({"monitoring": {"detail_every": 5}})
+    sampling = Sampling(config, 1000, lambda name, **fields: events.append((name, fields)))
+    steps(sampling, 0.4, 20)
+    sampling.plan.note_sampled(20, 0.2, 0.0)
+    assert sampling.plan.next_step == 20 + 10 * 1000
+    steps(sampling, 0.2, 15, first=21)
+    assert events == [("regime", {"from_mfu": pytest.approx(0.4), "to_mfu": pytest.approx(0.2), "since_step": 21})]
+    assert sampling.plan.is_due(40, run_s=1e6, spent_s=0.0)
+
+
+@pytest.mark.parametrize("settings", [{"profile_steps": False}, {"mfu_calculation_mode": "estimate"}])
+def test_sampling_can_be_off(settings: dict[str, Any]) -> None:
+    sampling = Sampling(MonitorConfig.load({"monitoring": settings}), 1000, lambda *_, **__: None)
+    steps(sampling, 0.4, 60)
+    assert sampling.plan.next_step == NEVER
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def train(folder: Path, num_steps: int, **settings: Any) -> Run:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    loader = DataLoader(torch.randn(8 * num_steps, 64), batch_size=8)
+    config = {"monitoring": {"sinks": [], "peak_flop_per_s": 1e12, "flush_every": 1, **settings}}
+    monitor = watch(net, optimizer, loader, folder, config)
+    for number, batch in enumerate(loader, start=1):
+        net(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log_step(number)
+        assert monitor._worker is not None
+        monitor._worker.drain(5.0)  # so that the background has seen each step before the next one
+    monitor.finish_training()
+    return load_run(folder)
+
+
+def events_of(run: Run, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.events if event["event"] == name]
+
+
+def test_a_watched_run_has_one_profile_marked_and_left_out(tmp_path: Path) -> None:
+    run = train(tmp_path, 30)
+    (profile,) = events_of(run, "profile")
+    # Three steps of warm-up, one observed, FIRST_STEPS ordinary ones and the one that was under way when the last of
+    # them reached the background; the next one is profiled.
+    at = 3 + 1 + FIRST_STEPS + 1
+    assert run.marks[at] == ("profiled",)
+    assert profile["after_step"] == at + 1
+    assert profile["step_s"] == pytest.approx(run.column("perf/step_time")[at])
+    parts_s = sum(value for key, value in profile.items() if key.endswith("_s") and "step" not in key)
+    assert 0 < parts_s <= profile["step_s"]
+    calls = {name: number for name, _, number in profile["top"]}
+    assert (calls["aten::addmm"], calls["aten::mm"]) == (2, 3)
+    pauses = [event["name"] for event in events_of(run, "pause")]
+    assert pauses == ["flopmeter"]
+
+
+def test_the_facts_of_the_observed_step_are_in_the_run_file(tmp_path: Path) -> None:
+    (facts,) = events_of(train(tmp_path, 8), "facts")
+    assert facts["num_parameter_tensors"] == 4
+    assert (facts["num_shapes"], facts["optimizer"], facts["host_syncs"]) == (1, "for-loop", {})
+
+
+def test_the_cpu_time_of_some_waits_is_recorded(tmp_path: Path) -> None:
+    run = train(tmp_path, 15)
+    shares = run.column("perf/data_wait_cpu_share")
+    assert [index for index, share in enumerate(shares) if share == share] == [6, 13]
+    assert all(0 <= shares[index] <= 1 for index in (6, 13))
+
+
+def test_a_run_without_profiles_has_none(tmp_path: Path) -> None:
+    assert events_of(train(tmp_path, 25, profile_steps=False), "profile") == []
+
+
+def test_a_profiler_that_fails_is_switched_off_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: SampledStep) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(SampledStep, "start", fail)
+    run = train(tmp_path, 30)
+    assert len(run) == 30
+    assert [event["message"] for event in events_of(run, "warning")] == [
+        "no more steps are profiled, because profiling failed: RuntimeError: no room"
+    ]
+    assert caplog.text.count("no room") == 1
+
+
+def test_no_step_is_profiled_beside_the_users_own_profiler(tmp_path: Path) -> None:
+    with torch.profiler.profile() as user:
+        run = train(tmp_path, 30)
+    assert events_of(run, "profile") == []
+    assert [event["message"] for event in events_of(run, "warning")] == [
+        "steps are not profiled now: another profiler session is prepared or running"
+    ]
+    assert len(user.events()) > 0
