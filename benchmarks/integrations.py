@@ -197,7 +197,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--short", action="store_true", help="a few steps of a small model, to see that it runs")
+    parser.add_argument(
+        "--short", "--quick", action="store_true", help="a few steps of a small model, to see that it runs"
+    )
     parser.add_argument(
         "--ways", default=",".join(WAYS), help="of by_hand (always), transformers, lightning, accelerate"
     )

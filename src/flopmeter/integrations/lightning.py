@@ -1,0 +1,239 @@
+"""How does a Lightning `Trainer`, or a loop written with Fabric, log its MFU?
+
+    from flopmeter.integrations.lightning import FlopmeterCallback
+
+    trainer = Trainer(callbacks=[FlopmeterCallback("runs/mine")])
+
+    fabric = Fabric()                                                  # or a loop of your own
+    model, optimizer = fabric.setup(model, optimizer)
+    monitor = flopmeter.watch(model, optimizer, loader, output_dir="runs/mine", accelerator=fabric)
+
+The Trainer calls `training_step` and not the module itself, so the first batch shows which module the step calls; that
+one is measured from then on. A step is a training batch in which an optimizer stepped, with the batches accumulated
+before it; a GAN's two optimizers make one. `perf/*` go to the Trainer's loggers at its `log_every_n_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from os import PathLike
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import flopmeter
+from flopmeter.errors import MissingLibraryError
+from flopmeter.integrations._harmless import harmless
+from flopmeter.monitor import TrainingMonitor
+from flopmeter.monitor import watch as watch_loop
+
+try:
+    from lightning.fabric.wrappers import is_wrapped
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError as error:
+    if error.name != "lightning":
+        raise
+    raise MissingLibraryError("lightning", needed_for="flopmeter.integrations.lightning") from error
+
+NO_SINKS: Mapping[str, Any] = {"monitoring": {"sinks": []}}
+"""The Trainer prints and logs by itself."""
+LAST_LOG_WAIT_S = 2.0
+
+Config = str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None
+
+
+class FlopmeterCallback(Callback):
+    """Measures `Trainer.fit`. Its record is complete when fitting ends; `monitor` is the monitor of the last fit.
+
+    Args:
+        output_dir: Where `run.jsonl` goes; the Trainer's `default_root_dir` when None. A resumed run is appended.
+        config: As for TrainingMonitor. Without one no sink is on.
+    """
+
+    def __init__(self, output_dir: str | PathLike[str] | None = None, config: Config = NO_SINKS) -> None:
+        self.monitor: TrainingMonitor | None = None
+        self._config = flopmeter.MonitorConfig.load(config)  # a wrong setting shows here, not an hour later
+        self._output_dir = output_dir
+        self.is_off = False
+        self._has_stepped = False
+        self._num_steps = 0
+        self._search: _Outermost | None = None
+        self._stand_in: _StandIn | None = None
+        self._phase = ExitStack()
+        self._pause = ExitStack()
+        self._undo = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish()
+        self.is_off = self._has_stepped = False
+        self._stand_in = None
+        output_dir = self._output_dir or trainer.default_root_dir
+        self.monitor = TrainingMonitor(
+            output_dir, self._config, model=pl_module, loader=trainer.train_dataloader, finds_evaluation=False
+        )
+        self.monitor.start_training()
+        self._search = _Outermost(pl_module)
+        self._undo.callback(_pause_in_saving(trainer, self.monitor))
+
+    @harmless
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._search is not None:
+            self._search.start(batch)
+        if self._stand_in is not None and self.monitor is not None:
+            self._stand_in(batch)
+            self._phase.enter_context(self.monitor.phase("forward"))  # until the backward pass marks itself
+
+    @harmless
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._phase.close()
+        if self.monitor is not None:
+            self._phase.enter_context(self.monitor.phase("optimizer"))
+        self._has_stepped = True
+
+    @harmless
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._phase.close()
+        self._end_search(pl_module)
+        if self.monitor is None or not self._has_stepped:
+            return
+        self._has_stepped = False
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        groups = trainer.optimizers[0].param_groups if trainer.optimizers else ()
+        rate = groups[0].get("lr") if groups else None
+        self.monitor.log_step(trainer.global_step, epoch=trainer.current_epoch, loss=loss, learning_rate=rate)
+        self._num_steps += 1
+        every = getattr(trainer, "log_every_n_steps", 0)
+        if every and self._num_steps % every == 0:
+            _log(trainer, self.monitor.latest())
+
+    @harmless
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.monitor is not None and not trainer.sanity_checking:
+            self._pause.enter_context(self.monitor.pause("eval"))
+
+    @harmless
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause.close()
+
+    @harmless
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.monitor is not None:
+            _log(trainer, self.monitor.latest(LAST_LOG_WAIT_S))
+        self._finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._finish()
+
+    def _end_search(self, pl_module: LightningModule) -> None:
+        """After the first batch: measure the one module that the step called, or the batch where there are several."""
+        search, self._search = self._search, None
+        if search is None or self.monitor is None:
+            return
+        search.stop()
+        if len(search.found) == 1:
+            self.monitor.set_model_ref(search.found[0])
+        else:
+            self._stand_in = _StandIn(pl_module)
+            self.monitor.set_model_ref(self._stand_in)
+
+    def _finish(self) -> None:
+        for stack in (self._pause, self._phase, self._undo):
+            stack.close()
+        if self._search is not None:
+            self._search.stop()
+        if self.monitor is not None:
+            self.monitor.finish_training()
+
+
+class _Outermost:
+    """Finds the modules with weights that a training step calls from outside of all others."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.found: list[nn.Module] = []
+        self._root = root
+        self._batch: Any = None
+        self._stack: list[nn.Module] = []
+        self._handles: list[Any] = []
+
+    def start(self, batch: Any) -> None:
+        """Stand on every module, for one batch."""
+        self._batch = batch
+        for module in self._root.modules():
+            if next(module.parameters(), None) is not None:
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def stop(self) -> None:
+        """Take all hooks off again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # Under DDP, Lightning runs the training step through the module's own call.
+        is_the_step = module is self._root and bool(args) and args[0] is self._batch
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or is_the_step:
+            return
+        is_new = all(module is not known for known in self.found)
+        if not self._stack and is_new and torch.is_grad_enabled():
+            self.found.append(module)
+        self._stack.append(module)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if self._stack and self._stack[-1] is module and not torch.compiler.is_compiling():
+            self._stack.pop()
+
+
+class _StandIn(nn.Module):
+    """Called with the batch where no single module is: its weights are the step's, its workload is the batch."""
+
+    def __init__(self, step: LightningModule) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def __call__(self, batch: Any) -> None:
+        if isinstance(batch, Mapping):
+            super().__call__(**batch)
+        else:
+            super().__call__(*(batch if isinstance(batch, (list, tuple)) else (batch,)))
+
+
+def _log(trainer: Trainer, perf: dict[str, float]) -> None:
+    """To the Trainer's loggers, over the steps that its own metrics are logged over."""
+    for destination in trainer.loggers if perf else ():
+        destination.log_metrics(perf, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _pause_in_saving(trainer: Trainer, monitor: TrainingMonitor) -> Callable[[], None]:
+    """Saving has no hook that tells its end, so the one method that saves is wrapped; gives what undoes it."""
+    original = trainer.save_checkpoint
+
+    @wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        with monitor.pause("checkpoint"):
+            original(*args, **kwargs)
+
+    trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+    return lambda: vars(trainer).pop("save_checkpoint", None)
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    loader: Any = None,
+    output_dir: str | PathLike[str] = "runs/run",
+    config: Config = None,
+    accelerator: Any = None,
+) -> TrainingMonitor:
+    """As `flopmeter.watch`, for what Fabric's `setup` gave back."""
+    model = cast(Any, model).module if is_wrapped(model) else model
+    optimizer = cast(Any, optimizer).optimizer if is_wrapped(optimizer) else optimizer
+    return watch_loop(model, optimizer, loader, output_dir, config)

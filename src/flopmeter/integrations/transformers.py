@@ -1,0 +1,208 @@
+"""How does a Hugging Face `Trainer` log its MFU? By one callback, which tells the monitor where the Trainer stands.
+
+    from flopmeter.integrations.transformers import FlopmeterCallback
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[FlopmeterCallback()])
+
+A step is what the Trainer calls one: an optimizer step with all of its micro-batches. `perf/*` join the Trainer's own
+logs, and so reach whatever `report_to` names (which shows them as `train/perf/...`); every step is in the run file.
+Trainers built on it, as those of TRL, work the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from os import PathLike
+from typing import Any, cast
+
+import flopmeter
+from flopmeter.errors import MissingLibraryError
+from flopmeter.integrations._harmless import harmless
+from flopmeter.monitor import TrainingMonitor
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_utils import SaveStrategy
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise MissingLibraryError("transformers", needed_for="flopmeter.integrations.transformers") from error
+
+logger = logging.getLogger("flopmeter")
+
+NO_SINKS: Mapping[str, Any] = {"monitoring": {"sinks": []}}
+"""The Trainer prints and reports by itself."""
+LAST_LOG_WAIT_S = 2.0
+
+
+class FlopmeterCallback(TrainerCallback):
+    """Measures a Trainer's run. Its record is complete when training ends; `monitor` is the monitor of the last run.
+
+    Args:
+        output_dir: Where `run.jsonl` goes; the Trainer's own `output_dir` when None. A resumed run is appended.
+        config: As for TrainingMonitor. Without one no sink is on.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | PathLike[str] | None = None,
+        config: str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None = NO_SINKS,
+    ) -> None:
+        self.monitor: TrainingMonitor | None = None
+        self._config = flopmeter.MonitorConfig.load(config)  # a wrong setting shows here, not an hour later
+        self._output_dir = output_dir
+        self.is_off = False
+        self._has_open_step = False
+        self._phase = ExitStack()
+        self._pause = ExitStack()
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._stand_before_the_reporters()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._finish()
+        self._stand_before_the_reporters()  # when it was added to a Trainer that exists
+        self.is_off = self._has_open_step = False
+        self.monitor = TrainingMonitor(
+            self._output_dir or args.output_dir or ".",
+            self._config,
+            model=kwargs.get("model"),
+            loader=kwargs.get("train_dataloader"),
+            finds_evaluation=False,
+        )
+        self.monitor.start_training()
+        if args.eval_on_start:
+            self._pause.enter_context(self.monitor.pause("eval"))
+
+    @harmless
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.monitor is not None:
+            self._phase.enter_context(self.monitor.phase("optimizer"))
+
+    @harmless
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._phase.close()
+
+    @harmless
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._has_open_step = True
+        if not control.should_log:  # else its loss follows in a moment, in on_log
+            self._end_step(state, {})
+            self._begin_pause(control)
+
+    @harmless
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if self._has_open_step:
+            self._end_step(state, logs or {})
+            self._begin_pause(control)
+
+    @harmless
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._begin_pause(control)
+
+    @harmless
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        metrics = metrics or {}
+        if self.monitor is not None and "eval_loss" in metrics:
+            self.monitor.log_evaluation(state.global_step, metrics["eval_loss"])
+        if args.save_strategy != SaveStrategy.BEST:  # else it decides now whether to save, which belongs to it
+            self._begin_pause(control)
+
+    @harmless
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._pause.close()
+
+    @harmless
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._pause.close()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._finish()
+
+    @harmless
+    def add_perf(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        """Put `perf/*` of the steps since the last log into the Trainer's logs and its history."""
+        is_last = "train_runtime" in logs
+        if self.monitor is None or not (is_last or "loss" in logs):  # an evaluation's
+            return
+        perf = self.monitor.latest(LAST_LOG_WAIT_S if is_last else 0.0)
+        logs.update(perf)
+        if state.log_history:
+            state.log_history[-1].update(perf)
+
+    def _end_step(self, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        self._has_open_step = False
+        if self.monitor is not None:
+            loss, norm, rate = (logs.get(name) for name in ("loss", "grad_norm", "learning_rate"))
+            self.monitor.log_step(state.global_step, state.epoch, loss, norm, rate)
+
+    def _begin_pause(self, control: TrainerControl) -> None:
+        """The Trainer evaluates, then saves; it tells when each is over, so what begins is known from its plans."""
+        self._pause.close()
+        name = "eval" if control.should_evaluate else "checkpoint" if control.should_save else None
+        if self.monitor is not None and name is not None:
+            self._pause.enter_context(self.monitor.pause(name))
+
+    def _finish(self) -> None:
+        self._pause.close()
+        self._phase.close()
+        if self.monitor is not None:
+            self.monitor.finish_training()
+
+    def _stand_before_the_reporters(self) -> None:
+        """Reporters come before a user's callbacks, and would never see what those add to the logs."""
+        handler = _calling_handler()
+        if handler is None:
+            logger.warning("this version of transformers hides its callbacks: perf/* are in the run file only")
+        elif not any(isinstance(callback, _PerfInLogs) and callback.owner is self for callback in handler.callbacks):
+            handler.callbacks = [_PerfInLogs(self), *handler.callbacks]  # a new list: the old one is being walked
+
+
+class _PerfInLogs(TrainerCallback):
+    """The first of all callbacks: what it adds to the logs reaches all others."""
+
+    def __init__(self, owner: FlopmeterCallback) -> None:
+        self.owner = owner
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is not None:
+            self.owner.add_perf(state, logs)
+
+
+def _calling_handler() -> CallbackHandler | None:
+    """Who called us: a callback is given everything but the list that it stands in."""
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else cast(CallbackHandler, frame.f_locals["self"])

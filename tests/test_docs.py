@@ -1,0 +1,87 @@
+"""The pages under docs/ can be followed: what they mark to run does run, and what they link to is there.
+
+A fenced `bash` or `python` block after `<!-- run -->` is run, in the page's order, in a folder of the page's own that
+shows the repository's examples. `<!-- run, needs a b -->` skips it where a or b is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"<!-- run(?:, needs (?P<needs>[\w ]+))? -->\n```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+
+
+class Block(NamedTuple):
+    """Something that a page asks its reader to run."""
+
+    language: str
+    code: str
+    needs: tuple[str, ...]
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(m["language"], m["code"], tuple((m["needs"] or "").split())) for m in BLOCK.finditer(text)]
+
+
+def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block.language]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, block.code], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page.read_text("utf-8"))], ids=lambda page: page.stem
+)
+def test_what_a_page_marks_to_run_runs(page: Path, tmp_path: Path) -> None:
+    for name in ("examples", "docs", "configs", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = 0
+    for block in blocks(page.read_text("utf-8")):
+        if all(find_spec(library) is not None for library in block.needs):
+            answer = run(block, tmp_path)
+            assert answer.returncode == 0, f"{block.code}\n{answer.stdout}\n{answer.stderr}"
+            done += 1
+    if not done:
+        pytest.skip("everything on this page needs libraries that are not installed")
+
+
+@pytest.mark.parametrize(
+    "name", ["measure_a_trainer_run", "measure_a_cluster", "add_a_device", "add_a_sink", "vision_language"]
+)
+def test_a_page_that_tells_how_has_something_to_run(name: str) -> None:
+    assert blocks((ROOT / "docs" / f"{name}.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    missing = [target for target in LINK.findall(page.read_text("utf-8")) if not (page.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_mark_has_its_block(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert len(blocks(text)) == text.count("<!-- run")
+    assert {block.language for block in blocks(text)} <= {"bash", "python"}
+
+
+def test_the_runner_fails_on_a_command_that_fails(tmp_path: Path) -> None:
+    page = "<!-- run, needs json -->\n```bash\nfalse | true\n```\n\n<!-- run -->\n```python\nassert 1 == 2\n```\n"
+    first, second = blocks(page)
+    assert first.needs == ("json",)
+    assert run(first, tmp_path).returncode != 0
+    assert "AssertionError" in run(second, tmp_path).stderr
