@@ -105,8 +105,15 @@ class TestKernelLaunch:
         plan = PLAN.but(matmul_s=0.007, non_matmul_s=0.002, gap_s=0.006, optimizer_s=0.004)
         finding = find("kernel_launch", tmp_path, plan)
         assert finding.lost == pytest.approx(0.5)
-        assert gain_of(finding) == pytest.approx((20 / 15 - 1, 20 / 11.25 - 1, 1.0))
+        assert gain_of(finding) == pytest.approx((20 / 15 - 1, 20 / 10.625 - 1, 1.0))
         assert "500 operators a step" in finding.evidence
+
+    def test_on_a_cpu_the_start_of_each_operator_is_fixed_cost_as_well(self, tmp_path: Path) -> None:
+        # 20 ms of other operators, 20 ms of gaps: 1000 operators take 5 ms to start, which a GPU shows as gaps.
+        plan = PLAN.but(matmul_s=0.0, ideal_s=0.0, non_matmul_s=0.02, gap_s=0.02, optimizer_s=0.0, data_wait_s=0.0)
+        lost = find("kernel_launch", tmp_path, plan.but(num_ops=1000)).lost
+        assert lost == pytest.approx(25 / 40)
+        assert find("kernel_launch", tmp_path, plan.but(num_ops=1000, device="cuda")).lost == pytest.approx(20 / 40)
 
     def test_an_update_in_a_loop_is_not_counted(self, tmp_path: Path) -> None:
         plan = PLAN.but(optimizer_s=0.1, facts={"optimizer": "for-loop"})

@@ -20,8 +20,8 @@ from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence, percent
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 from flopmeter.waterfall.window import known
 
-MIN_SHARE = 0.02
-"""A healthy loop spends well under a percent on it."""
+MIN_SHARE = 0.03
+"""A healthy loop spends well under a percent on it; one full collection in a run of seconds may reach two."""
 
 
 def check(evidence: Evidence) -> Finding | None:
