@@ -162,8 +162,8 @@ def show(measured: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> Non
     for row in simulated:
         kb = row["bytes_to_rank_0"] / 1024
         console.print(
-            f"{row['ranks']:>6} ranks, simulated: {row['arithmetic_ms']:.1f} ms of arithmetic, {kb:,.0f} KB to rank 0 in "
-            f"{row['notes_read_by_rank_0']} notes"
+            f"{row['ranks']:>6} ranks, simulated: {row['arithmetic_ms']:.1f} ms of arithmetic, "
+            f"{kb:,.0f} KB to rank 0 in {row['notes_read_by_rank_0']} notes"
         )
 
 

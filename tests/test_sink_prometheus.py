@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_the_command_in_the_docs_gets_the_page(open_sink: Opener) -> None:
     sink.log(1, {"perf/mfu": 0.5})
     command = command.replace(f":{Prometheus().port}/", f":{sink.port}/")
     done = subprocess.run([*command.split(), "--noproxy", "*"], capture_output=True, text=True, check=True)
-    assert "\nflopmeter_perf_mfu 0.5\n" in done.stdout
+    assert re.search(r"^flopmeter_perf_mfu\{.*\} 0\.5$", done.stdout, re.MULTILINE)
 
 
 def test_the_settings_in_the_docs_switch_on_every_sink() -> None:
@@ -247,3 +248,26 @@ def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'flopmeter\[prometheus\]'"):
         Sink(context())
+
+
+def test_every_sample_says_whose_it_is(open_sink: Opener) -> None:
+    sink = open_sink()
+    sink.log(1, {"perf/mfu": 0.4, "dataset/web/loss": 2.0})
+    labels = [s.labels for family in scrape(sink.port) for s in family.samples if s.name != "flopmeter_run_info"]
+    own = {"job": "unused", "host": "node1", "rank": "0", "scope": "job"}
+    assert labels == [own, {**own, "dataset": "web"}]
+
+
+def test_another_rank_listens_beside_the_first_and_shows_its_own_numbers(
+    open_sink: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    other = Sink(replace(context(port=port - 1), rank=9))
+    try:
+        other.log(1, {"perf/mfu": 0.4})
+        labels = [s.labels for family in scrape(port) for s in family.samples if s.name == "flopmeter_perf_mfu"]
+    finally:
+        other.close()
+    assert [(found["rank"], found["scope"]) for found in labels] == [("9", "rank")]

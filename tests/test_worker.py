@@ -180,6 +180,36 @@ def test_the_queue_of_the_training_thread_is_bounded(tmp_path: Path, monkeypatch
     assert worker.num_dropped == 90
 
 
+def test_a_thread_that_is_behind_does_not_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make(tmp_path, flush_every=10)
+    rests: list[float] = []
+    rest = worker._wake.wait
+    monkeypatch.setattr(worker._wake, "wait", lambda timeout_s: rests.append(timeout_s) or rest(timeout_s))
+    for item in range(1000):
+        worker.put(item)
+    end_s = time.monotonic() + 60
+    while worker._queue and time.monotonic() < end_s:
+        time.sleep(0.01)
+    # Ten at a time would be a hundred rests, or forty steps a second: the queue of a fast loop would overflow.
+    assert len(rests) < 10
+    worker.close()
+    assert list(load_run(tmp_path).step) == list(range(1000))
+
+
+def test_the_record_says_how_many_lines_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_module, "MAX_QUEUED_STEPS", 0)
+    worker = make(tmp_path)
+    for item in range(3):
+        worker.put(item)
+    worker.close()
+    assert [event["message"] for event in load_run(tmp_path).events] == [
+        "3 lines lost: steps came faster than they could be written"
+    ]
+    assert "3 lines lost" in caplog.text
+
+
 def test_an_item_that_cannot_be_digested_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     worker = make(tmp_path)
     with caplog.at_level(logging.WARNING):

@@ -64,6 +64,18 @@ METRICS: tuple[Metric, ...] = (
         _metric(f"perf/{phase}_share", "1", "mean", f"Share of the step spent in {phase.replace('_', ' ')}.")
         for phase in PHASES
     ),
+    _metric(
+        "perf/exposed_communication_share",
+        "1",
+        "mean",
+        "Share of the step in which the backward pass only waits for gradients of other ranks; lies in backward's.",
+    ),
+    _metric(
+        "perf/data_wait_cpu_share",
+        "1",
+        "mean",
+        "Share of the wait for data in which the training thread itself computed; on every seventh batch.",
+    ),
     _metric("perf/overhead_share", "1", "mean", "Share of wall time that flopmeter itself used."),
     _metric("perf/goodput", "1", "rank0", "Share of wall time since the first start spent in productive steps."),
     _metric("resource/gpu_memory_bytes", "byte", "max", "Memory of the GPU in use, by all processes."),
@@ -77,6 +89,18 @@ METRICS: tuple[Metric, ...] = (
     _metric(
         "resource/worker_cpu_cores", "", "sum", "CPU cores that the workers keep busy: workers that wait use none."
     ),
+    *(
+        _metric(f"rank/{name}_time_{which}", "s", "rank0", f"{meaning}: {which} over the ranks, mean of an interval.")
+        for name, meaning in (
+            ("step", "Wall time of a step"),
+            ("own", "Time of a step without the wait for other ranks"),
+            ("blocked", "Time of a step in which a rank waits for others"),
+        )
+        for which in ("min", "mean", "max")
+    ),
+    _metric("rank/slowest", "", "rank0", "The rank with the longest own time."),
+    _metric("rank/memory_max_bytes", "byte", "rank0", "Memory of the rank that uses most."),
+    _metric("rank/num_missing", "", "rank0", "Ranks of which nothing was heard in the interval."),
     _metric("dataset/<name>/loss", "", "mean", "Mean loss of the samples of one dataset."),
     _metric("dataset/<name>/accuracy", "1", "mean", "Share of right predictions on one dataset."),
     _metric("dataset/<name>/samples", "", "sum", "Samples seen of one dataset."),

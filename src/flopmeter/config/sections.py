@@ -123,6 +123,21 @@ class PerformanceMonitoring(Section):
     phase_frequency: PhaseFrequency = PhaseFrequency()
 
 
+class Distributed(Section):
+    """Jobs of several ranks."""
+
+    statistics_every: Steps = 50
+    """Compare the ranks (step time, phases, memory) every so many steps."""
+    statistics_s: Seconds = 1.0
+    """And at most every so many seconds, however short the steps are."""
+    join_s: Seconds = 30.0
+    """How long rank 0 waits for the others, from its first step on, before it gives up comparing. Nothing blocks."""
+    data_parallel_size: Steps | None = None
+    """How many groups of ranks see different tokens; not given: told from the device meshes of the parameters."""
+    record_every_rank: Switch = False
+    """Let each of the other ranks write a run file of its own, `run.rank<N>.jsonl`, beside the job's."""
+
+
 class Monitoring(Section):
     """What is measured, how often, and where it goes."""
 
@@ -135,6 +150,9 @@ class Monitoring(Section):
     """exact counts non-padding tokens and the query-key pairs that the mask lets through; full counts all of them."""
     overhead_budget: Budget = 0.005
     """The share of training time that flopmeter may cost; intervals are stretched to stay below it."""
+    profile_steps: Switch = True
+    """Profile one step soon after the start, now and then later, and when MFU falls: tells where the time goes inside
+    forward and backward. Never in estimate mode, and never beside another profiler."""
     peak_flop_per_s: FlopRate | None = None
     """The peak of one device, for a device that is not on file or when you know better; not given: looked up."""
     detail_every: Steps = 50
@@ -147,7 +165,10 @@ class Monitoring(Section):
     """Write the run file to disk at least every so many seconds."""
     sinks: SinkNames = ("console",)
     """Where metrics go besides the run file; the sinks that their own section enables are added."""
+    report: Switch = True
+    """Write `report.html` beside the run file when the run ends; needs the libraries of `flopmeter[report]`."""
     performance_monitoring: PerformanceMonitoring = PerformanceMonitoring()
+    distributed: Distributed = Distributed()
 
 
 class MonitorFreq(Section):
@@ -242,7 +263,11 @@ class Prometheus(SinkSection):
     host: Host = "127.0.0.1"
     """The address to listen on; the default is reachable from this machine only."""
     port: Port = 9464
-    """The port to listen on."""
+    """The port to listen on; with `ranks: all`, each rank of a machine adds its local rank."""
+    ranks: Literal["first", "all"] = "first"
+    """first: one page, with the numbers of the job. all: every other rank has a page of its own numbers as well."""
+    job: Text | None = None
+    """The label `job` of every sample; not given: the name of the output folder."""
 
 
 class Training(SharedSection):

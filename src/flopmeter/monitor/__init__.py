@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from time import perf_counter_ns
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
+from flopmeter.distributed import PATIENCE_S, Ranks
 from flopmeter.errors import ConfigError, FlopmeterError
 from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
@@ -38,11 +40,15 @@ from flopmeter.monitor.digest import Digest, Log, StepRecord, copied_to_host, da
 from flopmeter.monitor.header import device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
+from flopmeter.monitor.ranks import join, my_rank, record_path, sink_names
+from flopmeter.monitor.sampling import Sampling
 from flopmeter.monitor.schedule import WARMUP_STEPS, Schedule
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.record import RunWriter, load_run, write_training_log
+from flopmeter.report import leave_report
+from flopmeter.resources import ResourceSampler
 from flopmeter.schema import PHASES, RUN_FILE
 from flopmeter.sinks import SinkContext, check_sinks
 from flopmeter.timing import split
@@ -87,6 +93,8 @@ class TrainingMonitor:
         model: The object that the loop calls; without it FLOPs stay unknown until `set_model_ref`.
         optimizer: Its steps are the steps.
         loader: A DataLoader whose waits are timed; any other iterable goes through `batches`.
+        finds_evaluation: Take forward passes without gradients for an evaluation, which is a pause. Not where `pause`
+            tells of every evaluation: there they are part of the step, as in preference tuning.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class TrainingMonitor:
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         loader: Any = None,
+        finds_evaluation: bool = True,
     ) -> None:
         self.config = MonitorConfig.load(config)
         check_sinks(self.config.sink_names)
@@ -108,11 +117,17 @@ class TrainingMonitor:
         self._argument = flops_profile_freq
         self._schedule = self._make_schedule(phase=None)
         self._tracker = StepTracker(self.start_training, self._on_optimizer_step, self._note_failure, self._event)
+        self._tracker.finds_evaluation = finds_evaluation
         self._clock = self._tracker.clock
         self._numbers = LateNumbers()
         self._hooks = Hooks(self._tracker)
         self._worker: Worker | None = None
+        self._resources: ResourceSampler | None = None
+        self._at_exit: Callable[[], None] | None = None
+        self._rank = 0
+        self._ranks: Ranks | None = None
         self._digest = Digest(self.config, self._note_step)
+        self._sampling = Sampling(self.config, self._schedule.interval_steps, self._event)
         self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
         self._pending: deque[StepRecord] = deque()
         self._ended: StepRecord | None = None
@@ -124,6 +139,7 @@ class TrainingMonitor:
         self._overhead = 0.0
         self._started_s = 0.0
         self._state = "new"
+        self._is_failing = False
         self._has_optimizer = optimizer is not None
         self._model: nn.Module | None = None
         if model is not None:
@@ -133,15 +149,16 @@ class TrainingMonitor:
         if loader is not None:
             self._hooks.attach_loader(loader)
 
-    def set_model_ref(self, model: nn.Module) -> None:
-        """Name the object that the loop calls: its forward passes are marked, its steps measured."""
+    def set_model_ref(self, model: nn.Module, *others: nn.Module) -> None:
+        """Name the object that the loop calls, or all of them: forward passes are marked, steps measured."""
         if model is self._model:
             return
         self._model = model
-        source = FlopSource(model, self.config, self._event)
+        source = FlopSource([model, *others], self.config, self._event)
         self._tracker.source = self._digest.source = source
         self._tracker.workloads = WorkloadReader(source.needs)
-        self._hooks.attach_model(model)
+        self._hooks.attach_models(model, *others)
+        self._join_job()
 
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings."""
@@ -149,30 +166,57 @@ class TrainingMonitor:
         self._schedule.inherit(before)
         self._event("training_phase", phase=phase, interval_steps=self._schedule.interval_steps)
 
-    def start_training(self) -> None:
-        """Write the header and start the clock. `log_step` does it by itself when it was forgotten."""
+    @property
+    def marks(self) -> StepTracker:
+        """Where an integration that has hooks of its own tells what the loop does."""
+        return self._tracker
+
+    @property
+    def num_steps(self) -> int:
+        """Steps measured so far."""
+        return self._num_steps
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has started and not finished."""
+        return self._state == "running"
+
+    def start_training(self, after_step: int = 0) -> None:
+        """Write the header and start the clock. `log_step` does it by itself when it was forgotten.
+
+        Args:
+            after_step: Steps that the loop has done already: the first one that is measured has the next number.
+        """
+        if after_step:
+            self._digest.last_step = after_step
         if self._state != "new":
             return
         self._state = "running"
         self._started_s = time.monotonic()
-        header = make_header(self._model, self.config)
-        context = SinkContext(config=self.config, output_dir=self.output_dir, header=header)
+        self._rank = my_rank()
+        header = {**make_header(self._model, self.config), "rank": self._rank}
+        context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
         self._worker = Worker(
-            RunWriter(self.run_path),
-            self.config.sink_names,
+            RunWriter(record_path(self.output_dir, self._rank, self.config)),
+            sink_names(self.config, self._rank),
             context,
             self._digest,
             header,
             flush_every=self.config.monitoring.flush_every,
             flush_s=self.config.monitoring.flush_s,
-            sample=make_sampler(self._model).sample,
+            sample=self._sampler(),
             sink_cpu_share=None if self.config.has_explicit_logging_steps else self.config.monitoring.overhead_budget,
         )
         timeline = timeline_of(device_of(self._model))
         if timeline is not None:
             self._tracker.use_device(DeviceTime(timeline, self._event, self.config.details_every))
+        if self._rank == 0:
+            self._sampling.start_run()
+        else:
+            self._sampling.plan.stop()  # a profile of rank 0 is the one that reaches the record
+        self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
-        _finish_at_exit(self)
+        self._at_exit = _finish_at_exit(self)
         self._clock.start()
 
     def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
@@ -201,10 +245,13 @@ class TrainingMonitor:
     def pause(self, name: str) -> Iterator[None]:
         """Time something between steps (eval, checkpoint): it is lost time, not step time."""
         self.start_training()
+        self._tracker.end_evaluation()
+        self._tracker.is_paused = True
         try:
             with self._clock.pause() as lasted_s:
                 yield
         finally:
+            self._tracker.is_paused = False
             self._event("pause", name=name, duration_s=lasted_s())
 
     def log_step(
@@ -294,7 +341,9 @@ class TrainingMonitor:
 
     @_harmless
     def save_logs(self) -> None:
-        """Write the run so far as one JSON document (`training_log.json`)."""
+        """Write the run so far as one JSON document (`training_log.json`); rank 0 does it for the job."""
+        if self._rank != 0:
+            return
         if self._worker is not None:
             self._worker.drain(DRAIN_S)
         write_training_log(load_run(self.run_path), self.log_path)
@@ -304,10 +353,14 @@ class TrainingMonitor:
         if self._state == "running":
             self._state = "finished"
             self._close()
+            if self._at_exit is not None:
+                atexit.unregister(self._at_exit)
         return self.summary()
 
     def summary(self) -> dict[str, float]:
-        """The run so far in a few numbers, from the record."""
+        """The run so far in a few numbers, from the job's record; nothing on a rank that does not keep it."""
+        if self._rank != 0:
+            return {}
         try:
             run = load_run(self.run_path)
         except FlopmeterError as error:
@@ -315,11 +368,22 @@ class TrainingMonitor:
             return {}
         return summarise(run.columns, run.steady())
 
+    def latest(self, wait_s: float = 0.0) -> dict[str, float]:
+        """`perf/*` over the steps since the last call, as far as they are digested; empty when none are.
+
+        Args:
+            wait_s: How long to wait for steps that are still on their way; 0 inside a training loop.
+        """
+        if wait_s and self._worker is not None:
+            self._worker.drain(wait_s)
+        return self._digest.latest()
+
     def __enter__(self) -> TrainingMonitor:
         self.start_training()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        self._is_failing = failure is not None
         self.finish_training()
 
     def _on_optimizer_step(self) -> None:
@@ -342,13 +406,18 @@ class TrainingMonitor:
         record = StepRecord(index, time.time(), self._clock.take())
         if tracker.workloads is not None:
             record.seen = tracker.workloads.take()
+        record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
         self._num_steps = index + 1
         if index < WARMUP_STEPS:
             record.marks = ("warmup",)
+        if tracker.blocking is not None:
+            record.blocked_ns = tracker.blocking.take()
         if tracker.device_time is not None:
             tracker.device_time.end_step(self._num_steps)
         if tracker.source is not None and tracker.source.is_measuring:
             self._finish_measurement(tracker.source, record)
+        if self._sampling.running is not None:
+            self._finish_sample(record)
         if self._num_steps % self._details_every == 0:
             record.datasets = copied_to_host(self._datasets.take())
         if index % _OVERHEAD_EVERY == 0:
@@ -360,6 +429,8 @@ class TrainingMonitor:
             self._values = {}
         if self._num_steps >= self._schedule.next_step:
             self._maybe_measure()
+        if self._num_steps >= self._sampling.plan.next_step:
+            self._maybe_sample()
 
     def _hand_over(self, values: Mapping[str, Any]) -> None:
         assert self._ended is not None
@@ -372,9 +443,10 @@ class TrainingMonitor:
         while self._pending and self._pending[0].is_ready():
             self._put(self._pending.popleft())
 
-    def _note_step(self, step_s: float) -> None:
+    def _note_step(self, metrics: Mapping[str, float]) -> None:
         """An ordinary step was digested (in the background)."""
-        self._schedule.note_step(step_s)
+        self._schedule.note_step(metrics["perf/step_time"])
+        self._sampling.note_step(metrics)
 
     def _finish_measurement(self, source: FlopSource, record: StepRecord) -> None:
         """Close a measurement that ran through this step, and learn from it."""
@@ -388,14 +460,45 @@ class TrainingMonitor:
         source = self._tracker.source
         if source is None or not source.measures or source.is_measuring:
             return
-        own_s = self._own_ns / 1e9 + (self._worker.own_cpu_s if self._worker is not None else 0.0)
+        own_s = self._own_ns / 1e9 + self._threads_s()
         if self._schedule.is_due(self._num_steps, time.monotonic() - self._started_s, own_s):
             source.start()
 
+    def _maybe_sample(self) -> None:
+        source, run_s = self._tracker.source, time.monotonic() - self._started_s
+        if self._model is None or source is None or source.is_measuring:
+            return
+        if self._sampling.plan.is_due(self._num_steps, run_s, self._overhead_share() * run_s):
+            self._sampling.start(self._model, self._num_steps)
+
+    def _finish_sample(self, record: StepRecord) -> None:
+        """Close a sample that ran through this step; reading it is our time, not the next step's."""
+        record.marks = (*record.marks, "profiled")
+        with self._clock.pause() as lasted_s:
+            reading_s = self._sampling.finish(self._num_steps, split(record.clock).step_ns / 1e9)
+        self._own_ns -= round(reading_s * 1e9)  # counted with the samples
+        self._event("pause", name="flopmeter", duration_s=lasted_s())
+
     def _overhead_share(self) -> float:
         run_s = time.monotonic() - self._started_s
-        threads_s = self._worker.own_cpu_s if self._worker is not None else 0.0
-        return (self._own_ns / 1e9 + threads_s + self._schedule.measuring_s) / run_s if run_s > 0 else 0.0
+        measuring_s = self._schedule.measuring_s + self._sampling.plan.spent_s
+        return (self._own_ns / 1e9 + self._threads_s() + measuring_s) / run_s if run_s > 0 else 0.0
+
+    def _threads_s(self) -> float:
+        """CPU time of all threads of ours."""
+        worker_s = self._worker.own_cpu_s if self._worker is not None else 0.0
+        return worker_s + (self._ranks.exchange.cpu_s if self._ranks is not None else 0.0)
+
+    def _sampler(self) -> Callable[[], Mapping[str, float]]:
+        sampler = self._resources = make_sampler(self._model)
+
+        def sample() -> Mapping[str, float]:
+            found = sampler.sample()
+            if self._ranks is not None:
+                self._ranks.note_resources(found)
+            return found
+
+        return sample
 
     def _make_schedule(self, phase: str | None) -> Schedule:
         interval = self.config.measuring_interval(argument=self._argument, phase=phase)
@@ -413,6 +516,7 @@ class TrainingMonitor:
         self._tracker.end_evaluation()
         if self._tracker.device_time is not None:
             self._tracker.device_time.close()
+        self._sampling.close()
         if self._tracker.source is not None:
             self._tracker.source.abandon()
         if self._ended is not None:
@@ -425,13 +529,32 @@ class TrainingMonitor:
         if self._worker is None:
             return
         self._worker.drain(DRAIN_S)
+        if self._ranks is not None:
+            self._ranks.close(0.0 if self._is_failing else PATIENCE_S)
+            self._worker.drain(DRAIN_S)
         summary = {"kind": "summary", "time": time.time(), "num_steps": self._num_steps, "metrics": self.summary()}
         self._worker.close([summary])
-        if self.run_path.exists():
-            write_training_log(load_run(self.run_path), self.log_path)
+        if self._resources is not None:
+            self._resources.close()
+        if self._rank == 0 and self.run_path.exists():
+            run = load_run(self.run_path)
+            write_training_log(run, self.log_path)
+            if self.config.monitoring.report:
+                leave_report(run)
 
     def _event(self, event: str, **fields: Any) -> None:
         self._put({"kind": "event", "event": event, "time": time.time(), "after_step": self._num_steps, **fields})
+
+    def _join_job(self) -> None:
+        """Take part in a job of several ranks, once there is a model and the run is on."""
+        is_ready = self._tracker.source is not None and self._state == "running"
+        if self._model is not None and self._ranks is None and is_ready:
+            self._ranks = self._digest.ranks = join(self._model, self.config, self._tracker, self._emit)
+
+    def _emit(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
+        """An event whose numbers the sinks get as well. Called in the background."""
+        line = {"kind": "event", "event": event, "time": time.time(), "after_step": self._num_steps, **fields}
+        self._put(line if metrics is None else Log(line, self._digest.last_step, metrics))
 
     def _put(self, item: Any) -> None:
         if self._worker is None:
@@ -451,23 +574,43 @@ def watch(
     loader: Any = None,
     output_dir: str | PathLike[str] = "runs/run",
     config: str | PathLike[str] | Mapping[str, Any] | MonitorConfig | None = None,
+    accelerator: Any = None,
 ) -> TrainingMonitor:
     """Monitor a loop by hooks alone: phases, steps and FLOPs without a line of code in it.
 
     `log_step` is only needed to have loss and learning rate in the record too.
+
+    Args:
+        accelerator: The `Accelerator` or `Fabric` that prepared the model, where there is one.
     """
+    if accelerator is not None:
+        return _watch_prepared(accelerator)(model, optimizer, loader, output_dir, config, accelerator)
     monitor = TrainingMonitor(output_dir, config, model=model, optimizer=optimizer, loader=loader)
     monitor.start_training()
     return monitor
 
 
-def _finish_at_exit(monitor: TrainingMonitor) -> None:
-    """A forgotten `finish_training` still leaves a complete record; the monitor can be collected all the same."""
+def _watch_prepared(accelerator: Any) -> Callable[..., TrainingMonitor]:
+    """`watch` of the integration that carries the name of the framework which the object comes from."""
+    framework = type(accelerator).__module__.partition(".")[0]
+    try:
+        return cast(Callable[..., TrainingMonitor], import_module(f"flopmeter.integrations.{framework}").watch)
+    except (ImportError, AttributeError):
+        kind = f"{type(accelerator).__module__}.{type(accelerator).__qualname__}"
+        raise ConfigError(f"accelerator: accelerate's Accelerator or lightning's Fabric, not {kind}") from None
+
+
+def _finish_at_exit(monitor: TrainingMonitor) -> Callable[[], None]:
+    """A forgotten `finish_training` still leaves a complete record; the monitor can be collected all the same.
+
+    Gives what was registered, so that a finished run leaves nothing behind.
+    """
     reference, pid = weakref.ref(monitor), os.getpid()
 
     def finish() -> None:
         alive = reference()
-        if alive is not None and os.getpid() == pid:
+        if alive is not None and alive._state == "running" and os.getpid() == pid:
+            alive._is_failing = True  # or forgotten: either way nobody is waited for
             alive.finish_training()
 
-    atexit.register(finish)
+    return atexit.register(finish)

@@ -26,6 +26,9 @@ class DeviceTime:
 
     def __init__(self, timeline: DeviceTimeline, event: Callable[..., None], every: int) -> None:
         self.mark = timeline.mark
+        self.mark_inside_backward = timeline.mark_inside_backward
+        self.on_step: Callable[[dict[str, float]], None] | None = None
+        """Told the device's seconds by phase of every step that it has finished."""
         self._timeline = timeline
         self._event = event
         self._every = every
@@ -34,7 +37,11 @@ class DeviceTime:
     def end_step(self, number: int) -> None:
         """The host has ended a step; take what the device has finished."""
         self._timeline.end_step(number)
-        self._steps += [step for step in self._timeline.poll() if step.flaw is None][: MAX_STEPS - len(self._steps)]
+        finished = [step for step in self._timeline.poll() if step.flaw is None]
+        self._steps += finished[: MAX_STEPS - len(self._steps)]
+        if self.on_step is not None:
+            for step in finished:
+                self.on_step({phase: time.device_s for phase, time in step.phases.items()})
         if number and number % self._every == 0:
             self.report()
 

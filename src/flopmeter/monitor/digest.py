@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
 from flopmeter.dataset_metrics import resolve as resolve_datasets
 from flopmeter.metrics import Step, Window
+from flopmeter.monitor.ranks import rank_step, scaled
 from flopmeter.monitor.workloads import Seen, resolve, to_host
 from flopmeter.schema import PHASES, StepMark
-from flopmeter.timing import StepTime, split
+from flopmeter.timing import BACKWARD, StepTime, split
 from flopmeter.timing.late import LateNumber
 
 if TYPE_CHECKING:
+    from flopmeter.distributed import Ranks
     from flopmeter.monitor.measuring import FlopSource
 
+_EXPOSED = "perf/exposed_communication_share"
 _BASIC = ("global_step", "training/loss", "training/lr", "training/epoch")
 
 
@@ -39,8 +43,12 @@ class StepRecord:
     """What `log_step` was told."""
     overhead_share: float = 0.0
     """What flopmeter itself had used up to here."""
+    blocked_ns: Sequence[int] | None = None
+    """Time blocked in collectives, by phase; None where there are none or the host cannot tell."""
     datasets: Taken | None = None
     """What came together by dataset since the last time."""
+    wait_cpu_share: float | None = None
+    """Share of the wait for data in which this thread computed, where it was looked at."""
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""
@@ -85,13 +93,17 @@ class Digest:
     A logged perf value is the aggregate since the last one, over steps that represent the run.
     """
 
-    def __init__(self, config: MonitorConfig, on_step: Callable[[float], None] | None = None) -> None:
+    def __init__(self, config: MonitorConfig, on_step: Callable[[Mapping[str, float]], None] | None = None) -> None:
         self.source: FlopSource | None = None
+        self.ranks: Ranks | None = None
         self.last_step = 0
         self._on_step = on_step
         self._basic_every = config.basic_every
         self._details_every = config.details_every
         self._window = Window()
+        self._exposed_s: list[float] = []
+        self._unasked = Window()
+        self._lock = Lock()
         self._productive_s = 0.0
         self._first_s: float | None = None
 
@@ -100,19 +112,29 @@ class Digest:
             return Delivery(item.line, item.step, item.metrics, item.metrics)
         time_ = split(item.clock)
         peaks = self.source.peaks if self.source is not None else {}
-        step, alone = self._step(item, time_), Window()
+        step, alone = self._of_job(item, self._step(item, time_)), Window()
         alone.add(step)
         metrics = self._own_metrics(item, step.step_s)
-        metrics |= alone.compute(peaks)
+        metrics |= alone.compute(peaks, self._num_devices)
         line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": metrics}
         if item.marks:
             line["marks"] = item.marks
         else:
             self._window.add(step)
+            if item.blocked_ns is not None:
+                self._exposed_s.append(item.blocked_ns[BACKWARD] / 1e9)
+            with self._lock:
+                self._unasked.add(step)
             if self._on_step is not None:
-                self._on_step(step.step_s)
+                self._on_step(metrics)
         skipped = ("wandb",) if item.values.get("skip_wandb") else ()
         return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics, peaks), skipped)
+
+    def latest(self) -> dict[str, float]:
+        """The aggregate since the last call, from any thread: the lock is only ever held for an addition."""
+        with self._lock:
+            window, self._unasked = self._unasked, Window()
+        return window.compute(self.source.peaks if self.source is not None else {}, self._num_devices)
 
     def _due(self, num_steps: int, metrics: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float] | None:
         """What the sinks get now: the basics at their rate, the details at theirs."""
@@ -126,9 +148,28 @@ class Digest:
                 for key in ("perf/overhead_share", "perf/goodput", "perf/flop_error")
                 if key in metrics
             }
-            due |= self._window.compute(peaks)
+            due |= self._window.compute(peaks, self._num_devices)
             self._window = Window()
+            exposed_s, self._exposed_s = self._exposed_s, []
+            if exposed_s and "perf/step_time" in due:
+                due[_EXPOSED] = sum(exposed_s) / len(exposed_s) / due["perf/step_time"]
         return due or None
+
+    @property
+    def _num_devices(self) -> float:
+        return self.ranks.scale.devices if self.ranks is not None else 1.0
+
+    def _of_job(self, item: StepRecord, step: Step) -> Step:
+        """Tell the other ranks of the step; on rank 0, make it the whole job's."""
+        ranks = self.ranks
+        if ranks is None:
+            return step
+        is_counted = self.source is not None and self.source.has_count
+        if not is_counted:  # the closed form reads whole shapes
+            step = scaled(step, 1 / ranks.layout.num_split)
+        told = rank_step(item.index, step, item.blocked_ns, self.source, is_counted=is_counted)
+        ranks.add(told, is_typical=not item.marks)
+        return scaled(step, 1.0, ranks.scale) if ranks.is_writer else step
 
     def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
@@ -159,6 +200,10 @@ class Digest:
         if extra:
             metrics |= {key: float(value) for key, value in extra.items() if isinstance(value, (int, float))}
         metrics["perf/overhead_share"] = item.overhead_share
+        if item.blocked_ns is not None and step_s > 0:
+            metrics[_EXPOSED] = item.blocked_ns[BACKWARD] / 1e9 / step_s
+        if item.wait_cpu_share is not None:
+            metrics["perf/data_wait_cpu_share"] = item.wait_cpu_share
         if item.datasets is not None:
             metrics |= dataset_values(item.datasets)
         self._productive_s += step_s

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, Protocol
 
@@ -18,15 +19,20 @@ from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
 
-class Listener(Protocol):
+class ForwardListener(Protocol):
+    """Whoever wants to know of forward passes. Methods must not raise."""
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
+    def on_forward_end(self) -> None: ...
+    def on_evaluation(self) -> None: ...
+
+
+class Listener(ForwardListener, Protocol):
     """Whoever wants to know. Methods are called on the training thread and must not raise."""
 
     def on_wait(self) -> None: ...
     def on_batch(self) -> None: ...
-    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
-    def on_forward_end(self) -> None: ...
-    def on_evaluation(self) -> None: ...
-    def on_backward(self) -> None: ...
+    def on_backward(self, roots: Any) -> None: ...
     def on_backward_end(self) -> None: ...
     def on_optimizer(self) -> None: ...
     def on_optimizer_end(self) -> None: ...
@@ -39,20 +45,34 @@ class Hooks:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._undo: list[Callable[[], None]] = []
+        self._models: tuple[nn.Module, ...] = ()
+        self._detach_models: list[Callable[[], None]] = []
 
-    def attach_model(self, model: nn.Module) -> None:
-        """Mark the forward pass of the module that the loop calls, and the backward passes that follow."""
-        before = model.register_forward_pre_hook(_ForwardHook(self._listener), with_kwargs=True, prepend=True)
-        after = model.register_forward_hook(_ForwardEndHook(self._listener))
-        self._undo += [before.remove, after.remove, _patch_backward(self._listener)]
+    def attach_models(self, *models: nn.Module) -> None:
+        """Mark the forward passes of the modules that the loop calls, and the backward passes that follow.
+
+        A second call moves the marks from the first modules to these.
+        """
+        if not self._models:
+            self._undo += [_patch_backward(self._listener), _patch_graphing(self)]
+        self._detach()
+        self._models = models
+        self._attach()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Take the marks off the models for a moment: `make_graphed_callables` refuses a model that has hooks."""
+        self._detach()
+        try:
+            yield
+        finally:
+            self._attach()
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Mark the optimizer's steps."""
-        listener = self._listener
-        before = optimizer.register_step_pre_hook(_OptimizerHook(listener.on_optimizer, lambda: None))
-        in_backward = listener.on_optimizer_in_backward
-        after = optimizer.register_step_post_hook(_OptimizerHook(listener.on_optimizer_end, in_backward))
-        self._undo += [before.remove, after.remove]
+        """Mark the optimizer's steps; of one that wraps another (Accelerate's, Fabric's), the inner one's."""
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        self._undo.append(follow_optimizer(optimizer, self._listener, self._listener.on_optimizer_end))
 
     def attach_loader(self, loader: Any) -> None:
         """Time the wait for each batch of a DataLoader, however the loop iterates over it."""
@@ -60,8 +80,40 @@ class Hooks:
 
     def remove(self) -> None:
         """Take everything away again. Safe to call twice."""
+        self._detach()
         while self._undo:
             self._undo.pop()()
+
+    def _attach(self) -> None:
+        self._detach_models = [attach_forward(model, self._listener) for model in self._models]
+
+    def _detach(self) -> None:
+        while self._detach_models:
+            self._detach_models.pop()()
+
+
+def attach_forward(model: nn.Module, listener: ForwardListener) -> Callable[[], None]:
+    """Mark the forward passes of one module; gives what takes the hooks away again."""
+    before = model.register_forward_pre_hook(_ForwardHook(listener), with_kwargs=True, prepend=True)
+    after = model.register_forward_hook(_ForwardEndHook(listener))
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+
+    return undo
+
+
+def follow_optimizer(optimizer: Optimizer, listener: Listener, on_end: Callable[[], None]) -> Callable[[], None]:
+    """Mark one optimizer's steps; gives what takes the hooks away again."""
+    before = optimizer.register_step_pre_hook(_OptimizerHook(listener.on_optimizer, lambda: None))
+    after = optimizer.register_step_post_hook(_OptimizerHook(on_end, listener.on_optimizer_in_backward))
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+
+    return undo
 
 
 class _Inert:
@@ -76,7 +128,7 @@ class _Hook:
 
     __slots__ = ("_listener",)
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: ForwardListener) -> None:
         self._listener = listener
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
@@ -123,6 +175,15 @@ class _OptimizerHook:
         return _Inert, ()
 
 
+def hide_frame(error: BaseException) -> None:
+    """Called where a patched function of the user's lets an error through: its traceback shows no frame of ours.
+
+    A bare `raise` must follow. Python 3.10 keeps the frame.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
 def _patch_backward(listener: Listener) -> Callable[[], None]:
     """`loss.backward()` looks this name up at each call, so that one patch sees every backward pass."""
     original = torch.autograd.backward
@@ -131,9 +192,12 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
     def backward(*args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() != -1 or threading.get_ident() != thread:
             return original(*args, **kwargs)
-        listener.on_backward()
+        listener.on_backward(args[0] if args else kwargs.get("tensors"))
         try:
             return original(*args, **kwargs)
+        except BaseException as error:
+            hide_frame(error)
+            raise
         finally:
             listener.on_backward_end()
 
@@ -143,6 +207,23 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
     def undo() -> None:
         if torch.autograd.backward is backward:
             torch.autograd.backward = original
+
+    return undo
+
+
+def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
+    """Torch makes no CUDA graph of a model that has hooks; ours are put back when it is made."""
+    original = torch.cuda.make_graphed_callables
+
+    def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
+        with hooks.lifted():
+            return original(*args, **kwargs)
+
+    torch.cuda.make_graphed_callables = make_graphed_callables
+
+    def undo() -> None:
+        if torch.cuda.make_graphed_callables is make_graphed_callables:
+            torch.cuda.make_graphed_callables = original
 
     return undo
 
@@ -160,6 +241,9 @@ def _patch_loader(listener: Listener, loader: Any) -> Callable[[], None]:
         listener.on_wait()
         try:
             return original(iterator)
+        except BaseException as error:
+            hide_frame(error)
+            raise
         finally:
             listener.on_batch()
 

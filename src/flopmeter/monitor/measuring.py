@@ -12,16 +12,19 @@ from torch import nn
 
 from flopmeter.config import MonitorConfig
 from flopmeter.devices import normalise_dtype, peak_flops
+from flopmeter.distributed import Ranks
 from flopmeter.errors import FlopmeterError
 from flopmeter.flops import profiler_guard
 from flopmeter.flops.counters import CounterReader, Unavailable, open_counters
 from flopmeter.flops.estimate import plan_of
+from flopmeter.flops.facts import facts_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
 from flopmeter.flops.prediction import MAX_KNOWN, Predictor, as_if_unpadded
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.workload import Needs, Workload
 from flopmeter.monitor.header import device_of
+from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import StepMark
 
@@ -48,11 +51,13 @@ class FlopSource:
     `start`, `finish` and `abandon` are called on the training thread; `predict`, `peaks` and `error` from any.
 
     Args:
+        models: The modules that the loop calls.
         event: Writes an event to the run file.
     """
 
-    def __init__(self, model: nn.Module, config: MonitorConfig, event: Callable[..., None]) -> None:
-        self._model = model
+    def __init__(self, models: Sequence[nn.Module], config: MonitorConfig, event: Callable[..., None]) -> None:
+        self._roots = models
+        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._settings = config.monitoring
         self._event = event
         self._measurement: ObservedStep | ProfiledStep | None = None
@@ -61,7 +66,13 @@ class FlopSource:
         self.peaks: dict[str, float] = {}
         """FLOP/s by dtype, as far as known."""
         self._known: dict[Workload, StepFlop] = {}
+        self._shapes: set[tuple[int, ...]] = set()
+        self._facts: dict[str, Any] | None = None
         self._last_blocker: str | None = None
+        self.ranks: Ranks | None = None
+        """The other ranks of the job: rank 0 measures for all that do the same work."""
+        self.has_count = False
+        """Whether anything was counted yet, here or on rank 0."""
         self._predictor = self._make_predictor()
         self.mode = self._effective_mode()
         if self.mode == "profiler":
@@ -74,8 +85,8 @@ class FlopSource:
 
     @property
     def measures(self) -> bool:
-        """Whether steps are measured at all in this mode."""
-        return self.mode != "estimate"
+        """Whether steps are measured at all in this mode, and on this rank."""
+        return self.mode != "estimate" and (self.ranks is None or self.ranks.measures)
 
     @property
     def is_measuring(self) -> bool:
@@ -107,7 +118,7 @@ class FlopSource:
                 self._event("warning", message=f"steps are not measured now: {reason}")
             self._last_blocker = reason
             return
-        measurement = ProfiledStep() if self.mode == "profiler" else ObservedStep([self._model])
+        measurement = ProfiledStep() if self.mode == "profiler" else ObservedStep(self._roots)
         measurement.start()
         self._measurement = measurement
 
@@ -129,20 +140,45 @@ class FlopSource:
         workload = resolve(seen)
         error = self._predictor.learn(count, workload) if self._predictor and workload else None
         self._find_peaks(count)
+        self.has_count = True
+        if self.ranks is not None and self.ranks.is_writer and workload:
+            self.ranks.publish(note_of(count, workload))
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
+        if isinstance(measurement, ObservedStep):
+            self._facts = facts_of(measurement, count)
+            self._tell_facts()
         if self._counters is not None:
             self._event("counters", reader=self._counters.name, **asdict(self._counters.read()))
+
+    def take_count(self, note: Mapping[str, Any]) -> None:
+        """Rank 0 has counted a step of the same work. Called in the background."""
+        count, workload = read_note(note)
+        if self._predictor is not None:
+            self._predictor.learn(count, workload)
+        self._known = {}
+        self._find_peaks(count)
+        self.has_count = True
 
     def abandon(self) -> None:
         """The run ends in the middle of a measured step."""
         measurement, self._measurement = self._measurement, None
         if measurement is not None:
             measurement.stop()
+        if self._facts is not None and self._facts["num_shapes"] != len(self._shapes):
+            self._tell_facts()
         if self._counters is not None:
             self._counters.close()
 
+    def _tell_facts(self) -> None:
+        """What the last observed step showed, with the input shapes seen so far."""
+        assert self._facts is not None
+        self._facts["num_shapes"] = max(1, len(self._shapes))
+        self._event("facts", **self._facts)
+
     def predict(self, workload: Workload) -> StepFlop | None:
         """FLOPs of a step with this workload, by the dtype names of the peak table."""
+        if len(self._roots) > 1 and not self.has_count:
+            return None  # several modules called in turn have no closed form together
         known = self._known.get(workload)
         if known is None and self._predictor is not None:
             found, processed = self._predictor.predict(workload), self._predictor.predict(as_if_unpadded(workload))
@@ -150,6 +186,7 @@ class FlopSource:
             if len(self._known) >= MAX_KNOWN:
                 self._known = {}
             self._known[workload] = known
+            self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
         return known
 
     def _effective_mode(self) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
+import torch
+
+from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.workloads import WorkloadReader
@@ -13,6 +16,8 @@ from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
 
 _NAMES = (*PHASES, "pause")
+_LOOK_EVERY = 7
+"""Waits for data from one whose CPU time is looked at to the next: the thread's clock costs as much as all marks."""
 
 
 class StepTracker:
@@ -37,14 +42,24 @@ class StepTracker:
         self.source: FlopSource | None = None
         self.workloads: WorkloadReader | None = None
         self.device_time: DeviceTime | None = None
+        self.blocking: Blocking | None = None
+        self.finds_evaluation = True
+        """Whether forward passes without gradients are taken for an evaluation."""
+        self.is_paused = False
+        """Somebody has said that this is a pause: what is loaded and evaluated in it belongs to it."""
         self._on_start = on_start
         self._on_step = on_step
         self._on_failure = on_failure
         self._event = event
-        self._has_forward = False
+        self.has_forward = False
+        """Whether the running step has had a forward pass of training."""
         self._has_stepped_in_backward = False
         self._is_first = True
         self._evaluating_since_ns: int | None = None
+        self.wait_cpu_share: float | None = None
+        """Share of the last wait for data that was looked at in which this thread computed."""
+        self._num_waits = 0
+        self._waiting_since: tuple[int, int] | None = None
 
     def use_device(self, device_time: DeviceTime) -> None:
         """Mark the phases on the device as well."""
@@ -57,12 +72,23 @@ class StepTracker:
         self._mark = mark_both
 
     def on_wait(self) -> None:
+        if self.is_paused:
+            return
         if self._evaluating_since_ns is not None:
             self.end_evaluation()
         self._mark(DATA_WAIT)
+        self._num_waits += 1
+        if self._num_waits == _LOOK_EVERY:
+            self._num_waits = 0
+            self._waiting_since = perf_counter_ns(), thread_time_ns()
 
     def on_batch(self) -> None:
-        self._mark(HOST_TO_DEVICE)
+        if not self.is_paused:
+            self._mark(HOST_TO_DEVICE)
+        if self._waiting_since is not None:
+            wall_ns, cpu_ns = perf_counter_ns() - self._waiting_since[0], thread_time_ns() - self._waiting_since[1]
+            self._waiting_since = None
+            self.wait_cpu_share = min(1.0, cpu_ns / wall_ns) if wall_ns > 0 else None
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._is_first:
@@ -70,7 +96,9 @@ class StepTracker:
         if self._evaluating_since_ns is not None:
             self.end_evaluation()
         self._mark(FORWARD)
-        self._has_forward = True
+        if self.device_time is not None and torch.cuda.is_current_stream_capturing():
+            return  # a graph is recorded and nothing runs: no step, and a call of ours to CUDA would spoil it
+        self.has_forward = True
         if self.workloads is not None:
             try:
                 self.workloads.see(args, kwargs)
@@ -87,14 +115,19 @@ class StepTracker:
         self.clock.switch(OTHER)  # no mark on the device: what the loss takes belongs to forward there
 
     def on_evaluation(self) -> None:
-        if self._evaluating_since_ns is None and not self._is_first:  # before the first step it is start-up
+        is_known = self.is_paused or not self.finds_evaluation
+        if self._evaluating_since_ns is None and not is_known and not self._is_first:  # before a step it is start-up
             self._evaluating_since_ns = perf_counter_ns()
             self._mark(PAUSE)
 
-    def on_backward(self) -> None:
+    def on_backward(self, roots: Any) -> None:
         self._mark(BACKWARD)
+        if self.blocking is not None:
+            self.blocking.on_backward(roots)
 
     def on_backward_end(self) -> None:
+        if self.blocking is not None:
+            self.blocking.on_backward_end()
         self._mark(OTHER)
         if self._has_stepped_in_backward:
             self._has_stepped_in_backward = False
@@ -106,10 +139,19 @@ class StepTracker:
     def on_optimizer(self) -> None:
         self._mark(OPTIMIZER)
 
-    def on_optimizer_end(self) -> None:
+    def on_optimizer_end(self, is_step_over: bool | None = None) -> None:
         self.clock.switch(OTHER)
-        if self._has_forward:  # several optimizers in a row belong to one step
+        if self.has_forward if is_step_over is None else is_step_over:  # several optimizers in a row: one step
             self._on_step()
+
+    def on_skipped_step(self) -> None:
+        """A gradient scaler has kept the optimizer from stepping: the step counts, and the record says so."""
+        self._event("skipped_step")
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the model was last called without gradients."""
+        return self._evaluating_since_ns is not None
 
     def end_evaluation(self) -> None:
         """The loop trains again: what lay between was a pause."""
@@ -123,4 +165,4 @@ class StepTracker:
         """The step is over: the next forward pass belongs to another."""
         if self._evaluating_since_ns is not None:
             self.end_evaluation()
-        self._has_forward = False
+        self.has_forward = False

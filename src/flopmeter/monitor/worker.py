@@ -138,7 +138,8 @@ class Worker:
         self._flush_every = flush_every
         self._flush_s = flush_s
         self._sample = sample
-        self._next_sample_s = time.monotonic() + FIRST_SAMPLE_S
+        self._started_s = time.monotonic()
+        self._next_sample_s = self._started_s + FIRST_SAMPLE_S
         self._queue: deque[Any] = deque([header])
         self._last_step = 0
         self._wake = threading.Event()
@@ -170,6 +171,10 @@ class Worker:
         """Write everything, then the `last` lines, and let the sinks go. Bounded in time; safe to call twice."""
         if self._is_closing or os.getpid() != self._pid:
             return
+        if self.num_dropped:
+            message = f"{self.num_dropped} lines lost: steps came faster than they could be written"
+            logger.warning("%s", message)
+            self._queue.append({"kind": "event", "event": "warning", "time": time.time(), "message": message})
         self._queue.extend(last)
         self._is_closing = True
         self._wake.set()
@@ -188,7 +193,8 @@ class Worker:
             num_unflushed += self._work()
             now_s = time.monotonic()
             if now_s >= self._next_sample_s and not is_closing:
-                self._next_sample_s = now_s + SAMPLE_S
+                # Two samples make a rate, so a short run needs its second one early.
+                self._next_sample_s = now_s + min(SAMPLE_S, now_s - self._started_s)
                 self._take_sample()
             is_full = num_unflushed >= self._flush_every or now_s - last_flush_s >= self._flush_s
             is_asked = not self._idle.is_set() and self._wake.is_set()
@@ -201,7 +207,8 @@ class Worker:
                 self._idle.set()
             if is_closing and not self._queue:
                 return
-            self._wake.wait(WAKE_S)
+            if len(self._queue) < self._flush_every:  # a loop of very short steps fills the queue faster than we wake
+                self._wake.wait(WAKE_S)
 
     def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> None:
         if isinstance(item, Mapping):

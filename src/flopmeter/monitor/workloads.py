@@ -15,6 +15,7 @@ _VALUES_MATTER = (
     "decoder_attention_mask", "decoder_position_ids",
 )  # fmt: skip
 _MASK_ONLY = ("attention_mask",)
+_BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
 MAX_SHAPES = 512
 
 
@@ -85,7 +86,8 @@ class WorkloadReader:
     def _masked(self, mask: Any, kwargs: Mapping[str, Any]) -> Seen:
         ids = kwargs.get("input_ids")
         is_plain = isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor) and mask.shape == ids.shape
-        return self._lengths(mask) if is_plain and not self._needs.has_decoder else self._late(kwargs)
+        is_text = is_plain and not self._needs.has_decoder and all(kwargs.get(name) is None for name in _BESIDE_TEXT)
+        return self._lengths(mask) if is_text else self._late(kwargs)
 
     def _late(self, kwargs: Mapping[str, Any]) -> Seen:
         late = late_workload(kwargs, self._needs)

@@ -1,12 +1,15 @@
 """A page for Prometheus: which gauge does each metric become, and where can it be scraped?
 
 `perf/mfu` becomes `flopmeter_perf_mfu`; the name in `dataset/<name>/loss` becomes a label:
-`flopmeter_dataset_loss{dataset="web"}`. What the run is stands once, in the labels of `flopmeter_run_info`.
+`flopmeter_dataset_loss{dataset="web"}`. What the run is stands once, in the labels of `flopmeter_run_info`; every
+sample says whose it is by the labels `job`, `host`, `rank` and `scope`: rank 0's page has the numbers of the whole job
+(scope "job"), the pages of the other ranks, where asked for, have their own (scope "rank").
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -48,12 +51,19 @@ class Sink:
         self._client = _load_library()
         header = {name: context.header[name] for name in _RUN_LABELS if name in context.header}
         self._run = {name: str(value) for name, value in {**header, "rank": context.rank}.items()}
+        self._labels = {
+            "job": context.config.prometheus.job or context.output_dir.name,
+            "host": str(context.header.get("host", "")),
+            "rank": str(context.rank),
+            "scope": "rank" if context.rank else "job",
+        }
         self._latest: dict[str, float] = {}
         self._refused: set[str] = set()
         registry = self._client.CollectorRegistry()
         registry.register(self)
         settings = context.config.prometheus
-        self._server, self._thread = _listen(self._client, settings.host, settings.port, registry)
+        port = settings.port + _local_rank(context.rank)
+        self._server, self._thread = _listen(self._client, settings.host, port, registry)
 
     @property
     def port(self) -> int:
@@ -71,11 +81,11 @@ class Sink:
         gauges: dict[str, tuple[str, Any]] = {}
         for key, value in self._latest.copy().items():
             series = series_of(key)
-            labels = [series.label] if series.label else []
-            new = families.GaugeMetricFamily(series.gauge, series.help, labels=labels)
+            labels = {**self._labels, **({series.label: series.value} if series.label else {})}
+            new = families.GaugeMetricFamily(series.gauge, series.help, labels=list(labels))
             origin, gauge = gauges.setdefault(series.gauge, (series.origin, new))
             if origin == series.origin:
-                gauge.add_metric([series.value] if series.label else [], value)
+                gauge.add_metric(list(labels.values()), value)
             else:
                 self._refuse(key, origin)
         yield from (gauge for _, gauge in gauges.values())
@@ -115,6 +125,14 @@ def _help(metric: Metric | None) -> str:
     if metric is None:
         return "Logged by the training script."
     return f"{metric.meaning} Unit: {metric.unit}." if metric.unit else metric.meaning
+
+
+def _local_rank(rank: int) -> int:
+    """Which rank of its machine this is, as the launcher says: ranks of one machine need ports of their own."""
+    if rank == 0:
+        return 0
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else rank
 
 
 def _listen(client: Any, host: str, port: int, registry: Any) -> tuple[Any, Any]:

@@ -55,7 +55,8 @@ class LateNumber:
         if self._event is None:
             return True
         try:
-            return bool(self._event.query())
+            # Asking for an event while a graph is captured would spoil it.
+            return not torch.cuda.is_current_stream_capturing() and bool(self._event.query())
         except RuntimeError:  # the user's own error on the device: their next call shall report it, not ours
             self._event = None
             return True

@@ -1,0 +1,154 @@
+"""How long was this rank blocked in collectives, and in which phase?
+
+    blocking = Blocking(model, phase)
+    blocking.attach()
+    ...
+    blocking.take()          # nanoseconds by phase since the last call
+
+Three places, each private to torch and looked for before it is used:
+
+- `Work.wait`, where every collective that Python starts ends up: FSDP2's gathers and scatters, a loop's own reductions;
+- the first use of a tensor that is still on its way (`AsyncCollectiveTensor`): tensor parallelism;
+- DDP, which waits in C++. A callback that is queued when the backward pass begins runs when its work is done and before
+  DDP waits for its buckets; what is left until `backward` returns is exposed communication.
+
+On a GPU none of these blocks the host: the queue waits, not the thread. There the same callback sets a mark on the
+device's timeline, and the numbers of the host are not given.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flopmeter.schema import PHASES
+
+logger = logging.getLogger("flopmeter")
+
+_BACKWARD = PHASES.index("backward")
+
+
+class Blocking:
+    """Adds up blocked time on the thread that created it, and inside the backward passes that it starts.
+
+    Args:
+        model: The object that the loop calls.
+        phase: Gives the phase that runs now, as an index into `schema.PHASES`; a larger one is a pause.
+    """
+
+    def __init__(self, model: nn.Module | None, phase: Callable[[], int]) -> None:
+        self.on_backward_computed: Callable[[], None] | None = None
+        """Called when a backward pass of DDP has done its work, before gradients are waited for. Must not raise."""
+        self._phase = phase
+        self._is_ddp = any(isinstance(m, DistributedDataParallel) for m in model.modules()) if model else False
+        parameter = next(model.parameters(), None) if model is not None else None
+        self._is_on_host = parameter is None or parameter.device.type == "cpu"
+        self._thread = get_ident()
+        self._blocked_ns = [0] * (len(PHASES) + 1)
+        self._is_inside = False
+        self._computed_ns: int | None = None
+        self._at_computed_ns = 0
+        self._has_missed_one = False
+        self._hook: Any = None
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Start listening; what this torch does not have is left out."""
+        from torch.distributed import _functional_collectives as functional
+
+        self._patch(getattr(dist, "Work", None), "wait")
+        for name in ("wait", "trigger_wait"):
+            self._patch(getattr(functional, "AsyncCollectiveTensor", None), name)
+        self._patch(DistributedDataParallel, "_sync_buffers")
+
+    def detach(self) -> None:
+        """Take everything away again. Safe to call twice."""
+        while self._undo:
+            self._undo.pop()()
+
+    def take(self) -> tuple[int, ...] | None:
+        """Nanoseconds by phase since the last call; None where the host cannot tell."""
+        blocked, self._blocked_ns = self._blocked_ns, [0] * (len(PHASES) + 1)
+        is_known = self._is_on_host and not self._has_missed_one
+        self._has_missed_one = False
+        return tuple(blocked[: len(PHASES)]) if is_known else None
+
+    def on_backward(self, roots: Any) -> None:
+        """A backward pass from these tensors begins."""
+        self._computed_ns = None
+        if not self._is_ddp or _uses_compiled_autograd():
+            self._has_missed_one = self._is_ddp
+            return
+        root = roots[0] if isinstance(roots, (tuple, list)) and roots else roots
+        if isinstance(root, torch.Tensor) and root.requires_grad:
+            self._hook = root.register_hook(self._queue)  # type: ignore[no-untyped-call]
+
+    def on_backward_end(self) -> None:
+        """It is over: what passed since its work was done was waiting for gradients."""
+        if self._computed_ns is not None:
+            waited_ns = perf_counter_ns() - self._computed_ns
+            # In place of, not on top of, waits that were seen meanwhile.
+            self._blocked_ns[_BACKWARD] = self._at_computed_ns + waited_ns
+            self._computed_ns = None
+        elif self._is_ddp:
+            self._has_missed_one = True
+
+    def _queue(self, grad: torch.Tensor) -> None:
+        try:
+            self._hook.remove()
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_computed)
+        except Exception as error:  # noqa: BLE001 - from here it would end the user's backward pass
+            self._is_ddp = False
+            logger.warning("exposed communication is not measured: %s: %s", type(error).__name__, error)
+
+    def _note_computed(self) -> None:
+        self._computed_ns = perf_counter_ns()
+        self._at_computed_ns = self._blocked_ns[_BACKWARD]
+        if self.on_backward_computed is not None:
+            self.on_backward_computed()
+
+    def _patch(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            logger.info("this torch has no %s: waits there are not seen", name)
+            return
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # a constant to the compiler: it sees the original and nothing else
+                return original(*args, **kwargs)
+            is_ours = get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+            if self._is_inside or not is_ours:
+                return original(*args, **kwargs)
+            self._is_inside = True
+            start_ns = perf_counter_ns()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._is_inside = False
+                self._blocked_ns[min(self._phase(), len(PHASES))] += perf_counter_ns() - start_ns
+
+        setattr(owner, name, waiting)
+
+        def undo() -> None:
+            if getattr(owner, name) is waiting:
+                setattr(owner, name, original)
+
+        self._undo.append(undo)
+
+
+def _uses_compiled_autograd() -> bool:
+    """There, a callback queued from a hook ends the user's backward pass with an error."""
+    dynamo = sys.modules.get("torch._dynamo")  # looking it up on torch would import it
+    if dynamo is None:
+        return False
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(dynamo.config.compiled_autograd or getattr(autograd, "compiled_autograd_enabled", False))

@@ -1,0 +1,283 @@
+"""Who says what to whom, and when? The protocol between the ranks, run by a thread of its own on each of them.
+
+    join        each rank leaves a greeting; when rank 0 has seen them all, it leaves the plan. No plan, no statistics.
+    interval    each rank leaves one packet every N steps, over its last one; rank 0 then reads the newest of each.
+    count       rank 0 leaves what it counted beside a new plan; the others look at the plan once per interval.
+
+Up to `FLAT_RANKS` ranks, rank 0 reads every packet itself. Beyond, the first of every `GROUP_RANKS` ranks joins the
+packets of its group into one note, and rank 0 reads those.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flopmeter.distributed.mailbox import Mailbox
+from flopmeter.distributed.packet import NO_PACKET, split, unpack
+from flopmeter.distributed.summary import column
+
+logger = logging.getLogger("flopmeter")
+
+FLAT_RANKS = 1024
+GROUP_RANKS = 64
+FIRST_POLL_S, LONGEST_POLL_S = 0.05, 1.0
+CLOSING_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What rank 0 has decided; the others read it."""
+
+    has_statistics: bool
+    """Whether packets are exchanged at all."""
+    digest: str
+    """Shape of rank 0's model: its count holds where it is the same."""
+    is_uneven: bool = False
+    """Every rank counts for itself."""
+    version: int = 0
+    """Counts that rank 0 has published so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Greeting:
+    """What a rank says of itself when it joins."""
+
+    host: str
+    device: str
+    """Names the device among those of the host; ranks that share one give the same name."""
+    digest: str
+    is_uneven: bool = False
+
+
+class Exchange:
+    """One rank's side. `post`, `publish` and `close` only hand over; all calls to the store are made by its thread.
+
+    Args:
+        connect: Opens the mailbox; called on the thread.
+        on_joined: Rank 0: everybody's greeting, in rank order.
+        on_packets: Rank 0: everybody's newest packet, as a table.
+        on_plan: The others: the plan, and rank 0's count when it is a new one.
+        on_off: Why there are no statistics from here on.
+        join_s: Patience of the handshake, from the first step of this rank that ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        greeting: Greeting,
+        connect: Callable[[], Mailbox],
+        *,
+        on_joined: Callable[[list[Greeting]], None],
+        on_packets: Callable[[torch.Tensor], None],
+        on_plan: Callable[[Plan, Mapping[str, Any] | None], None],
+        on_off: Callable[[str], None],
+        join_s: float,
+    ) -> None:
+        self.mailbox: Mailbox | None = None
+        self.plan: Plan | None = None
+        self.cpu_s = 0.0
+        """CPU time of the thread."""
+        self._rank, self._world_size, self._greeting = rank, world_size, greeting
+        self._connect, self._join_s = connect, join_s
+        self._on_joined, self._on_packets, self._on_plan, self._on_off = on_joined, on_packets, on_plan, on_off
+        self._packet: bytes | None = None
+        self._count: Mapping[str, Any] | None = None
+        self._seen_version = 0
+        self._first_step_s: float | None = None
+        self._is_off = False
+        self._patience_s: float | None = None
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flopmeter-ranks", daemon=True)
+
+    def start(self) -> None:
+        """Begin the handshake, in the background."""
+        self._thread.start()
+
+    def note_first_step(self) -> None:
+        """A step of this rank has ended: from here on the others are expected to be there."""
+        if self._first_step_s is None:
+            self._first_step_s = time.monotonic()
+
+    def post(self, packet: bytes) -> None:
+        """Hand over what this rank has to say; it takes the place of a packet that has not left yet."""
+        self._packet = packet
+        self._wake.set()
+
+    def publish(self, count: Mapping[str, Any]) -> None:
+        """Hand over what rank 0 has counted; of two that are waiting only the newer one goes out."""
+        self._count = count
+        self._wake.set()
+
+    def close(self, patience_s: float, packet: bytes) -> None:
+        """Leave, with a last word; rank 0 gives those of the others `patience_s` to arrive."""
+        self._packet = packet
+        self._patience_s = patience_s
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(patience_s + 1.0)
+
+    def _run(self) -> None:
+        poll_s = FIRST_POLL_S
+        try:
+            self._greet()
+            while self._patience_s is None and not self._is_off:
+                self._wake.clear()
+                self._turn()
+                self.cpu_s = time.thread_time()
+                if self._patience_s is None:
+                    self._wake.wait(poll_s if self._is_waiting() else None)
+                poll_s = min(2 * poll_s, LONGEST_POLL_S)
+            if not self._is_off:
+                self._leave()
+        except Exception as error:  # noqa: BLE001 - the job comes first; the reason is told
+            if self._patience_s is None:  # when all are leaving, the store goes with the first of them
+                self._switch_off(f"{type(error).__name__}: {_first_line(error)}")
+        self.cpu_s = time.thread_time()
+
+    def _is_waiting(self) -> bool:
+        """Whether to look again soon: until the plan, and outside rank 0 the first count, are there."""
+        if self._rank == 0:
+            return self.plan is None
+        return self._seen_version == 0 and not self._is_late()
+
+    def _is_late(self) -> bool:
+        """Rank 0 gives up first, so that it can tell the others."""
+        patience_s = self._join_s if self._rank == 0 else 2 * self._join_s
+        return self._first_step_s is not None and time.monotonic() - self._first_step_s > patience_s
+
+    def _greet(self) -> None:
+        self.mailbox = self._connect()
+        notes = {_packet_note(self._rank): NO_PACKET}
+        if self._leads():
+            notes[_group_note(self._rank // GROUP_RANKS)] = b""
+        # In one call, the greeting last: who sees it may read the others.
+        self.mailbox.put({**notes, f"hello/{self._rank}": json.dumps(_plain(self._greeting)).encode()})
+
+    def _turn(self) -> None:
+        assert self.mailbox is not None
+        if self._rank == 0 and self.plan is None:
+            self._gather()
+        if self._rank != 0:
+            self._look_at_plan()
+        elif self._count is not None and self.plan is not None:
+            count, self._count = self._count, None
+            self._set_plan(self.plan, count)
+        packet, self._packet = self._packet, None
+        if packet is None or self._is_off or (self.plan is not None and not self.plan.has_statistics):
+            return
+        self.mailbox.put({_packet_note(self._rank): packet})
+        if self.plan is not None and self._patience_s is None:
+            self._join_group()
+            if self._rank == 0:
+                self._on_packets(self._read())
+
+    def _gather(self) -> None:
+        """Rank 0: has everybody come?"""
+        assert self.mailbox is not None
+        names = [f"hello/{rank}" for rank in range(self._world_size)]
+        if self.mailbox.has(names):
+            greetings = [Greeting(**json.loads(note)) for note in self.mailbox.read(names)]
+            is_uneven = any(greeting.is_uneven for greeting in greetings)
+            self._on_joined(greetings)
+            self._set_plan(Plan(has_statistics=True, digest=self._greeting.digest, is_uneven=is_uneven))
+        elif self._is_late():
+            absent = [rank for rank, name in enumerate(names[:FLAT_RANKS]) if not self.mailbox.has([name])]
+            self._set_plan(Plan(has_statistics=False, digest=self._greeting.digest))
+            listed = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+            self._on_off(f"rank {listed} did not join within {self._join_s:g} s: does it run without the monitor?")
+
+    def _set_plan(self, plan: Plan, count: Mapping[str, Any] | None = None) -> None:
+        assert self.mailbox is not None
+        if count is not None:
+            plan = Plan(**{**_plain(plan), "version": plan.version + 1})
+        notes = {"count": json.dumps(count).encode()} if count is not None else {}
+        self.mailbox.put({**notes, "plan": json.dumps(_plain(plan)).encode()})
+        self.plan = plan
+
+    def _look_at_plan(self) -> None:
+        """The others: is there a plan, and a new count? Without a plan for too long each counts for itself."""
+        assert self.mailbox is not None
+        if self.plan is None and not self.mailbox.has(["plan"]):
+            if self._is_late():
+                self._switch_off(
+                    f"rank 0 did not answer within {2 * self._join_s:g} s: does it run without the monitor?"
+                )
+            return
+        plan = Plan(**json.loads(self.mailbox.read(["plan"])[0]))
+        is_new = plan.version != self._seen_version
+        if is_new or self.plan is None:
+            count = json.loads(self.mailbox.read(["count"])[0]) if is_new else None
+            self._seen_version, self.plan = plan.version, plan
+            self._on_plan(plan, count)
+
+    def _leads(self) -> bool:
+        return self._world_size > FLAT_RANKS and self._rank % GROUP_RANKS == 0
+
+    def _join_group(self) -> None:
+        if self._leads():
+            assert self.mailbox is not None
+            members = range(self._rank, min(self._rank + GROUP_RANKS, self._world_size))
+            packets = self.mailbox.read([_packet_note(rank) for rank in members])
+            self.mailbox.put({_group_note(self._rank // GROUP_RANKS): b"".join(packets)})
+
+    def _read(self) -> torch.Tensor:
+        assert self.mailbox is not None
+        if self._world_size <= FLAT_RANKS:
+            packets = self.mailbox.read([_packet_note(rank) for rank in range(self._world_size)])
+        else:
+            groups = self.mailbox.read([_group_note(g) for g in range(-(-self._world_size // GROUP_RANKS))])
+            packets = [packet for group in groups for packet in _members(group)]
+        return unpack(packets, self._world_size)
+
+    def _leave(self) -> None:
+        """The run is over. Everybody's last packet is still to come; those who are quick enough are in the record."""
+        assert self._patience_s is not None
+        deadline_s = time.monotonic() + self._patience_s
+        self._turn()
+        while self._rank == 0 and self.plan is None and time.monotonic() < deadline_s:
+            time.sleep(CLOSING_POLL_S)
+            self._turn()
+        if self.plan is None or not self.plan.has_statistics:
+            return
+        self._join_group()
+        if self._rank != 0:
+            return
+        table = self._read()
+        while not bool((column(table, "is_last") == 1).all()) and time.monotonic() < deadline_s:
+            time.sleep(CLOSING_POLL_S)
+            table = self._read()
+        self._on_packets(table)
+
+    def _switch_off(self, reason: str) -> None:
+        self._is_off = True
+        self._on_off(reason)
+
+
+def _members(group: bytes) -> list[bytes]:
+    packets = split(group)
+    return packets + [NO_PACKET] * (GROUP_RANKS - len(packets))
+
+
+def _packet_note(rank: int) -> str:
+    return f"packet/{rank}"
+
+
+def _group_note(group: int) -> str:
+    return f"group/{group}"
+
+
+def _plain(value: Plan | Greeting) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

@@ -1,0 +1,150 @@
+"""How does a monitor take part in a job of several ranks? The seam between it and `distributed`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flopmeter.config import MonitorConfig
+from flopmeter.distributed import COMMUNICATION, JobScale, Ranks, RankStep, join_job
+from flopmeter.flops.flop_count import FlopCount
+from flopmeter.flops.workload import PatchWindow, Workload
+from flopmeter.metrics import Step
+from flopmeter.monitor.header import device_of
+from flopmeter.schema import PHASES, RUN_FILE
+
+if TYPE_CHECKING:
+    from flopmeter.distributed import Emit
+    from flopmeter.monitor.measuring import FlopSource
+    from flopmeter.monitor.tracker import StepTracker
+
+logger = logging.getLogger("flopmeter")
+
+_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out")
+"""What a prediction does not need: it would be most of the note."""
+
+
+def my_rank() -> int:
+    """This process's rank; 0 when it is alone."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def record_path(output_dir: Path, rank: int, config: MonitorConfig) -> Path:
+    """Where this rank's record goes: rank 0 keeps the job's, the others one of their own when asked, else none."""
+    if rank == 0:
+        return output_dir / RUN_FILE
+    stem, _, suffix = RUN_FILE.partition(".")
+    is_asked = config.monitoring.distributed.record_every_rank
+    return output_dir / f"{stem}.rank{rank}.{suffix}" if is_asked else Path(os.devnull)
+
+
+def sink_names(config: MonitorConfig, rank: int) -> tuple[str, ...]:
+    """The sinks of this rank: all of them on rank 0, elsewhere a Prometheus page when asked."""
+    if rank == 0:
+        return config.sink_names
+    return tuple(name for name in config.sink_names if name == "prometheus" and config.prometheus.ranks == "all")
+
+
+def join(model: nn.Module, config: MonitorConfig, tracker: StepTracker, emit: Emit) -> Ranks | None:
+    """Connect the parts of this rank's monitor with the job; None when it is alone, or when that fails."""
+    clock = tracker.clock
+    try:
+        ranks = join_job(model, config.monitoring.distributed, lambda: clock.current, emit, _device_name(model))
+        if ranks is not None:
+            _connect(ranks, tracker)
+            ranks.start()
+    except Exception as error:  # noqa: BLE001 - a job without statistics is still a job
+        logger.warning("the ranks are not compared: %s: %s", type(error).__name__, error)
+        return None
+    return ranks
+
+
+def _connect(ranks: Ranks, tracker: StepTracker) -> None:
+    tracker.blocking = ranks.blocking
+    if tracker.source is not None:
+        tracker.source.ranks = ranks
+        ranks.on_count = tracker.source.take_count
+    if (device_time := tracker.device_time) is not None:
+        device_time.on_step = ranks.add_device
+        ranks.blocking.on_backward_computed = lambda: device_time.mark_inside_backward(COMMUNICATION)
+
+
+def _device_name(model: nn.Module | None) -> str:
+    """Names a device among those of its host; the CPU is one, however many ranks compute on it."""
+    device = device_of(model)
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
+
+
+def rank_step(
+    index: int, step: Step, blocked_ns: Sequence[int] | None, source: FlopSource | None, *, is_counted: bool
+) -> RankStep:
+    """What this rank tells the others of a step. FLOPs that are only estimated are kept, unless that is the mode."""
+    peaks = source.peaks if source is not None else {}
+    is_told = source is not None and (is_counted or source.mode == "estimate")
+    flop = {
+        name: getattr(step, name) if is_told else None for name in ("model_flop", "hardware_flop", "processed_flop")
+    }
+    model_flop = flop["model_flop"]
+    ideal_s = None
+    if model_flop is not None and all(peaks.get(dtype) for dtype, amount in model_flop.items() if amount):
+        ideal_s = sum(amount / peaks[dtype] for dtype, amount in model_flop.items() if amount)
+    return RankStep(
+        index=index,
+        step_s=step.step_s,
+        phase_s=[step.phase_s[phase] for phase in PHASES],
+        blocked_s=None if blocked_ns is None else [ns / 1e9 for ns in blocked_ns],
+        ideal_s=ideal_s,
+        tokens=step.tokens,
+        tokens_processed=step.tokens_processed,
+        samples=step.samples,
+        **{name: None if amount is None else sum(amount.values()) for name, amount in flop.items()},
+    )
+
+
+def scaled(step: Step, flop: float, scale: JobScale | None = None) -> Step:
+    """The step of the job, from rank 0's.
+
+    Args:
+        flop: Factor of the FLOPs on top of the job's.
+    """
+    flop *= scale.flop if scale is not None else 1.0
+    tokens, samples = (scale.tokens, scale.samples) if scale is not None else (1.0, 1.0)
+    return replace(
+        step,
+        tokens=_times(step.tokens, tokens),
+        tokens_processed=_times(step.tokens_processed, tokens),
+        samples=_times(step.samples, samples),
+        model_flop=_each(step.model_flop, flop),
+        hardware_flop=_each(step.hardware_flop, flop),
+        processed_flop=_each(step.processed_flop, flop),
+    )
+
+
+def _times(count: int | None, factor: float) -> int | None:
+    return None if count is None else round(count * factor)
+
+
+def _each(flop: Mapping[str, float] | None, factor: float) -> Mapping[str, float] | None:
+    return None if flop is None else {dtype: factor * amount for dtype, amount in flop.items()}
+
+
+def note_of(count: FlopCount, workload: Workload) -> dict[str, Any]:
+    """A count and what it was counted for, as plain values."""
+    plain = {f.name: getattr(count, f.name) for f in fields(count) if f.name not in _BULKY}
+    return {"count": plain, "workload": asdict(workload)}
+
+
+def read_note(note: Mapping[str, Any]) -> tuple[FlopCount, Workload]:
+    """The same on the other side."""
+    workload = dict(note["workload"])
+    if workload["patch_window"] is not None:
+        workload["patch_window"] = PatchWindow(*workload["patch_window"])
+    return FlopCount(**note["count"]), Workload(**workload)
