@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "monitor": FOUNDATION | FACTS | READERS | MEASURERS,
     "integrations": {"monitor", "errors"},
     "demo": {"monitor", "errors"},
+    "doctor": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor", "demo"},
     "training": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor"},
 }
 MAY_IMPORT_TORCH = MEASURERS | {"monitor", "integrations", "demo", "training"}

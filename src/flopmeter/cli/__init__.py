@@ -33,7 +33,9 @@ def build_app() -> typer.Typer:
     for module in iter_modules(__path__):
         if not module.name.startswith("_"):
             name = module.name.replace("_", "-")
-            app.command(name, no_args_is_help=False)(import_module(f"{__name__}.{module.name}").command)
+            plugin = import_module(f"{__name__}.{module.name}")
+            settings = getattr(plugin, "CONTEXT_SETTINGS", None)
+            app.command(name, no_args_is_help=False, context_settings=settings)(plugin.command)
     return app
 
 

@@ -1,0 +1,80 @@
+"""What does the program train? Its first steps show which optimizers take turns and which modules it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+
+from flopmeter.integrations._models import Calls, has_gradients, key_of, live, live_optimizers, owners, parameters_of
+from flopmeter.integrations._steps import IN_BACKWARD, LEARNING_TURNS, CycleLearner
+from flopmeter.monitor import TrainingMonitor
+
+
+def is_measured_already() -> bool:
+    """Whether the program has a monitor of its own at work."""
+    return any(monitor.is_running for monitor in live(TrainingMonitor))
+
+
+class Discovery:
+    """Watches until the loop is understood.
+
+    Args:
+        on_ready: Called once, between two steps.
+        num_missed: Steps that were done before.
+        is_in_backward: Whether the optimizers step inside the backward pass.
+    """
+
+    def __init__(self, on_ready: Callable[[], None], num_missed: int, *, is_in_backward: bool) -> None:
+        optimizers = live_optimizers()
+        keys: set[Hashable] = {key_of(optimizer) for optimizer in optimizers}
+        self.optimizers: dict[Hashable, Any] = {}
+        """Those that have had a turn outside of a backward pass, by their keys."""
+        self._on_ready = on_ready
+        self._num_missed = num_missed
+        self._learner = CycleLearner({IN_BACKWARD} if is_in_backward else keys)
+        self._calls = Calls(owners(parameters_of(optimizers)), self._note_forward)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The modules that the loop calls."""
+        return self._calls.models
+
+    @property
+    def cycle(self) -> frozenset[Hashable]:
+        """Keys of the optimizers that make up a step."""
+        return self._learner.cycle or frozenset()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the loop has done up to now."""
+        return self._num_missed + self._learner.num_steps
+
+    def note(self, optimizer: Any, *, is_in_backward: bool) -> None:
+        """An optimizer has had its turn."""
+        if is_in_backward:
+            self._learner.note(IN_BACKWARD)
+            return
+        if not self._learner.num_turns and not has_gradients(optimizer):
+            return  # some call `step` once before the training begins, to quieten a scheduler
+        key = key_of(optimizer)
+        self.optimizers[key] = optimizer
+        self._learner.note(key)
+        if self._is_ready():
+            self._on_ready()
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self._calls.remove()
+
+    def _note_forward(self) -> None:
+        # Inside a backward pass nothing can begin: such a loop is ready at its next forward pass.
+        if self._learner.cycle == {IN_BACKWARD}:
+            self._on_ready()
+        else:
+            self._learner.note_forward()
+
+    def _is_ready(self) -> bool:
+        is_understood = bool(self._calls.models) or self._learner.num_turns >= LEARNING_TURNS
+        return is_understood and self._learner.cycle is not None and self._learner.is_at_step_end

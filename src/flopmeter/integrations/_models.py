@@ -1,0 +1,142 @@
+"""Which modules does the loop call? Found from the optimizer's parameters, without a line of code in the program.
+
+One look at all live objects finds the modules that own the parameters. Which of them the loop really calls (a wrapper,
+the model in a framework's module, two networks in turn) is seen by hooks on the outermost few levels, for one or two
+steps; then they are gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from flopmeter.monitor.hooks import attach_forward
+
+MAX_DEPTH = 4
+MAX_PROBES = 1000
+_OPAQUE = ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "ScriptModule")
+"""What is called as a whole: nothing below is probed, and a compiled graph is left alone."""
+
+
+def live(kind: type[Any]) -> list[Any]:
+    """All objects of that class that the collector knows."""
+    # Not isinstance: it would ask proxies of all sorts for their class.
+    return [item for item in gc.get_objects() if issubclass(type(item), kind)]
+
+
+def live_optimizers() -> list[Optimizer]:
+    """Every optimizer that has parameters, each parameter's first one only: wrappers share those of the inner one."""
+    found: dict[int, Optimizer] = {}
+    for item in live(Optimizer):
+        key = key_of(item)
+        if key is not None:
+            found.setdefault(key, item)
+    return list(found.values())
+
+
+def key_of(optimizer: Any) -> int | None:
+    """Names an optimizer by its first parameter, so that a wrapper, or one made anew, is the same."""
+    for group in getattr(optimizer, "param_groups", ()):
+        for parameter in group["params"]:
+            return id(parameter)
+    return None
+
+
+def has_gradients(optimizer: Any) -> bool:
+    """Whether there is anything to step by."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Ids of all parameters that the optimizers change."""
+    return {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
+
+
+def owners(parameters: Collection[int]) -> list[nn.Module]:
+    """Modules that may be what the loop calls: those that hold the parameters, from the outermost inwards."""
+    modules = live(nn.Module)
+    inner = {id(child) for module in modules for child in _children(module)}
+    holds: dict[int, bool] = {}
+
+    def has_parameters(module: nn.Module) -> bool:
+        if id(module) not in holds:
+            holds[id(module)] = False  # a module that contains itself
+            own = any(id(p) in parameters for p in module.__dict__.get("_parameters", {}).values())
+            holds[id(module)] = any([own, *map(has_parameters, _children(module))])
+        return holds[id(module)]
+
+    level = [module for module in modules if id(module) not in inner and has_parameters(module)]
+    found: dict[int, nn.Module] = {}
+    for _ in range(MAX_DEPTH):
+        found |= {id(module): module for module in level}
+        level = [child for module in level for child in _probed_below(module) if has_parameters(child)]
+    return list(found.values())[:MAX_PROBES]
+
+
+class Calls:
+    """Notes which of the modules are called for training, the outermost ones only. `remove` takes the hooks away.
+
+    Args:
+        on_forward: Told of each such call, before it runs.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], on_forward: Callable[[], None]) -> None:
+        self.models: list[nn.Module] = []
+        self._on_forward = on_forward
+        self._inside: nn.Module | None = None
+        self._undo = [attach_forward(module, _Probe(self, module)) for module in modules]
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is called; nothing new when that happens inside another one's call."""
+        if self._inside is not None and self._inside is not module:
+            return
+        self._inside = module
+        if not any(module is known for known in self.models):
+            self.models.append(module)
+        self._on_forward()
+
+    def leave(self, module: nn.Module) -> None:
+        """A module's call has returned."""
+        if self._inside is module:
+            self._inside = None
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for undo in self._undo:
+            undo()
+
+
+class _Probe:
+    """Listens to one module."""
+
+    def __init__(self, calls: Calls, module: nn.Module) -> None:
+        self.module = module
+        self._calls = calls
+        self._thread = threading.get_ident()
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if threading.get_ident() == self._thread:  # replicas of DataParallel carry our hooks with them
+            self._calls.enter(self.module)
+
+    def on_forward_end(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._calls.leave(self.module)
+
+    def on_evaluation(self) -> None:
+        pass
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in (module.__dict__.get("_modules") or {}).values() if child is not None]
+
+
+def _probed_below(module: nn.Module) -> list[nn.Module]:
+    is_opaque = any(kind.__name__ in _OPAQUE for kind in type(module).__mro__)
+    return [] if is_opaque or getattr(module, "_compiled_call_impl", None) is not None else _children(module)

@@ -1,0 +1,95 @@
+"""Measures one training of a program whose loop is understood: a `TrainingMonitor`, told of steps by global hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
+
+from flopmeter.integrations._discovery import Discovery
+from flopmeter.integrations._loaders import LoaderMarks
+from flopmeter.integrations._models import key_of
+from flopmeter.integrations._steps import IN_BACKWARD, StepRule
+from flopmeter.monitor import TrainingMonitor
+from flopmeter.monitor.hooks import follow_optimizer
+
+_T = TypeVar("_T")
+
+
+class Keeper(Protocol):
+    """Whoever holds the session."""
+
+    def guarded(self, action: Callable[[_T], None], argument: _T) -> None: ...
+    def start_anew(self) -> None: ...
+
+
+class Session:
+    """From the moment the loop is understood until it ends, or turns to something else.
+
+    Args:
+        keeper: Guards what runs inside the program, and is told when that seems to train something else.
+    """
+
+    def __init__(self, found: Discovery, output_dir: str, config: dict[str, Any], keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._is_over = False
+        self._rule = StepRule(found.cycle)
+        self._num_before = found.num_steps
+        self._has_models = bool(found.models)
+        self._monitor = TrainingMonitor(output_dir, config)
+        if found.models:
+            self._monitor.set_model_ref(*found.models)
+        self._monitor.start_training(after_step=self._num_before)
+        self._marks = self._monitor.marks
+        self._loaders = LoaderMarks(self._marks)
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
+        for optimizer in found.optimizers.values():
+            self._follow(optimizer)
+
+    def _follow(self, optimizer: Any) -> None:
+        # On the optimizer itself: a measurement that begins or ends there changes the global hooks, which must not
+        # happen while torch goes through those. For the same reason these are never taken away, but fall silent.
+        key = key_of(optimizer)
+        follow_optimizer(optimizer, self._marks, lambda: self._keeper.guarded(self._take_turn, key))
+        self._followed.add(optimizer)
+
+    def _take_turn(self, key: Hashable) -> None:
+        if self._is_over:
+            return
+        has_forward = self._marks.has_forward or not self._has_models
+        is_over = self._rule.ends_at(key, has_forward=has_forward)
+        if is_over:
+            self._loaders.on_step()
+        self._marks.on_optimizer_end(is_step_over=is_over)
+        if self._rule.is_lost:
+            self._keeper.start_anew()
+
+    def on_any_optimizer(self, optimizer: Any, *, is_in_backward: bool) -> None:
+        """Some optimizer has stepped; those that are followed have told already."""
+        if is_in_backward:
+            if IN_BACKWARD in self._rule.cycle:
+                self._marks.on_optimizer_in_backward()
+        elif optimizer not in self._followed:  # a new one, perhaps for the same parameters
+            self._rule.note_stray(key_of(optimizer))
+            self._follow(optimizer)
+
+    def on_skipped(self, optimizer: Any) -> None:
+        """A gradient scaler has kept the optimizer from stepping: that was its turn."""
+        self._marks.on_skipped_step()
+        self._take_turn(key_of(optimizer))
+
+    def finish(self) -> str:
+        """Close the record and say in a line what was found."""
+        self._is_over = True
+        self._loaders.remove()
+        summary = self._monitor.finish_training()
+        mfu, step_s = summary.get("perf/mfu"), summary.get("step_time_median_s")
+        found = "MFU unknown" if mfu is None else f"MFU {mfu:.1%}"
+        if not self._has_models:
+            found += " (no module was found that the loop calls)"
+        elif step_s is None:
+            found += " (too few steps)"
+        else:
+            found += f", {step_s * 1e3:.3g} ms per step"
+        num_steps = self._num_before + self._monitor.num_steps
+        return f"{found}, {num_steps} steps; record: {self._monitor.output_dir}"

@@ -1,0 +1,115 @@
+"""How does flopmeter get into `python train.py` without being in anyone's way?
+
+`flopmeter run` replaces itself by the very command that would have been typed without it, with this folder in front of
+`PYTHONPATH`: Python imports a module of this name before the program starts. It takes its own traces away, so that
+child processes know nothing of it, lets the environment's own `sitecustomize` run, and waits for torch to be imported.
+Until then nothing of flopmeter is loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+TYPE_CHECKING = False  # not from typing, whose import would take longer than all of this
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+SETTINGS = "FLOPMETER_RUN"
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _TorchFinder:
+    """Lets the other finders find torch, and has something done once it is imported."""
+
+    def __init__(self, settings: str) -> None:
+        self.settings = settings
+        self.has_seen_torch = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = _found(name, self) if name == "torch" else None
+        if spec is not None:
+            self._follow(spec.loader)
+        return spec
+
+    def _follow(self, loader: Any) -> None:
+        # On the instance, and only until it was used: torch's own loader stays what it is.
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            try:
+                run(module)
+            except BaseException as error:
+                if error.__traceback__ is not None:
+                    error.__traceback__ = error.__traceback__.tb_next  # no frame of ours in the program's traceback
+                raise
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.has_seen_torch = True
+                _install(self.settings)
+
+        loader.exec_module = exec_module
+
+
+def _found(name: str, besides: object = None) -> ModuleSpec | None:
+    """What the finders say, one of them not asked."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, None) if finder is not besides else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _install(settings: str) -> None:
+    try:
+        from flopmeter.integrations.script import install
+
+        install(settings)
+    except Exception as error:  # noqa: BLE001 - the program comes first
+        print(f"flopmeter: not measured: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _leave_no_trace() -> None:
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    mine, _, rest = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
+    if mine == _HERE:
+        os.environ["PYTHONPATH"] = rest
+        if not rest:
+            del os.environ["PYTHONPATH"]
+
+
+def _run_the_other_one() -> None:
+    """The `sitecustomize` that Python would have imported; its mistakes are reported as Python does."""
+    spec = _found("sitecustomize")
+    if spec is None or spec.loader is None:
+        return
+    module = type(sys)("sitecustomize")
+    module.__spec__, module.__file__, module.__loader__ = spec, spec.origin, spec.loader
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int) -> None:
+    if finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0":
+        return
+    import json
+
+    if not json.loads(finder.settings)["is_quiet"]:
+        print("flopmeter: nothing to measure: the program did not import torch", file=sys.stderr)
+
+
+def _start() -> None:
+    settings = os.environ.pop(SETTINGS, None)
+    _leave_no_trace()
+    if settings is not None:
+        finder = _TorchFinder(settings)
+        sys.meta_path.insert(0, finder)
+        atexit.register(_say_that_nothing_was_seen, finder, os.getpid())
+    _run_the_other_one()
+
+
+_start()

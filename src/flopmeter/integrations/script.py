@@ -1,0 +1,185 @@
+"""How is a program measured that knows nothing of flopmeter? `flopmeter run` has `install` called once torch is there.
+
+From then on torch tells of every optimizer step, and nothing else is hooked until the first one. The first steps show
+what is trained: which optimizers take turns, and which modules the loop calls. Then a `TrainingMonitor` is attached to
+those. When the program goes on to train something else, that gets a record of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from flopmeter.integrations._steps import MAX_STRAY_TURNS
+
+if TYPE_CHECKING:
+    from flopmeter.integrations._discovery import Discovery
+    from flopmeter.integrations._session import Session
+
+logger = logging.getLogger("flopmeter")
+
+MAX_RECORDS = 16
+_T = TypeVar("_T")
+
+
+def install(settings: str) -> None:
+    """Measure whatever this process trains from now on.
+
+    Args:
+        settings: As JSON: `output_dir`, `config` (a mapping) and `is_quiet`.
+    """
+    program = Program(**json.loads(settings))
+    program.follow()
+    atexit.register(program.finish)
+
+
+class Program:
+    """Everything that one process trains, one thing after the other."""
+
+    def __init__(self, output_dir: str, config: dict[str, Any], is_quiet: bool) -> None:
+        self.num_optimizer_steps = 0
+        self._output_dir = output_dir
+        self._config = config
+        self._is_quiet = is_quiet
+        self._pid = os.getpid()
+        self._thread: int | None = None
+        self._discovery: Discovery | None = None
+        self._session: Session | None = None
+        self._num_records = 0
+        self._num_missed = 0
+        self._is_idle = False
+        self._last_words = ""
+        self._undo: list[Callable[[], None]] = []
+        self._reason = "no optimizer has stepped in this process; processes that it starts are not measured"
+
+    def follow(self) -> None:
+        """Have torch tell of every optimizer step."""
+        self._undo = [register_optimizer_step_post_hook(self.on_optimizer_end).remove, _follow_gradient_scalers(self)]
+
+    def on_optimizer_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped."""
+        self.num_optimizer_steps += 1
+        self.guarded(self._take, optimizer)
+
+    def on_skipped(self, optimizer: Any) -> None:
+        """A gradient scaler has kept an optimizer from stepping."""
+        self.guarded(self._learn if self._session is None else self._session.on_skipped, optimizer)
+
+    def finish(self) -> None:
+        """The program is over: close the record, and say in one line what was found."""
+        if os.getpid() != self._pid:
+            return
+        for undo in self._undo:
+            undo()
+        if self._session is not None:
+            self._last_words = self._session.finish()
+        said = self._last_words or f"nothing to measure: {self._reason}"
+        if self._num_records > 1:
+            said += f" (the last of {self._num_records} trainings)"
+        if not self._is_quiet and os.environ.get("RANK", "0") == "0":
+            print(f"flopmeter: {said}", file=sys.stderr)
+
+    def _is_ours(self) -> bool:
+        """Not a forked worker, and not a thread beside the one that trains."""
+        is_here = self._thread is None or threading.get_ident() == self._thread or _is_in_backward()
+        return is_here and not self._is_idle and os.getpid() == self._pid
+
+    def guarded(self, action: Callable[[_T], None], argument: _T) -> None:
+        """Do something where the program trains, and nowhere else; a mistake of ours ends the measuring, not more."""
+        if not self._is_ours():
+            return
+        try:
+            action(argument)
+        except Exception as error:  # noqa: BLE001 - the program comes first
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def start_anew(self) -> None:
+        """The program trains something else now: close this record, and learn again."""
+        assert self._session is not None
+        self._last_words = self._session.finish()
+        self._num_missed = MAX_STRAY_TURNS - 1  # the turn that brought it out is told again
+        self._session = None
+        self._thread = None
+
+    def _take(self, optimizer: Any) -> None:
+        if self._session is None:
+            self._learn(optimizer)
+        else:
+            self._session.on_any_optimizer(optimizer, is_in_backward=_is_in_backward())
+
+    def _learn(self, optimizer: Any) -> None:
+        if self._discovery is None:
+            self._begin()
+        if self._discovery is not None:
+            self._discovery.note(optimizer, is_in_backward=_is_in_backward())
+
+    def _begin(self) -> None:
+        from flopmeter.integrations._discovery import Discovery, is_measured_already
+
+        if is_measured_already():
+            self._reason = "the program uses flopmeter itself"
+        self._is_idle = is_measured_already() or self._num_records >= MAX_RECORDS
+        if self._is_idle:
+            return
+        self._discovery = Discovery(self._attach, self._num_missed, is_in_backward=_is_in_backward())
+        self._reason = "the program ended before its training loop was understood"
+
+    def _attach(self) -> None:
+        from flopmeter.integrations._session import Session
+
+        assert self._discovery is not None
+        found, self._discovery = self._discovery, None
+        found.close()
+        self._thread = threading.get_ident()
+        self._num_records += 1
+        self._session = Session(found, self._folder(), self._config, self)
+
+    def _folder(self) -> str:
+        folder = self._output_dir if self._num_records == 1 else f"{self._output_dir}-{self._num_records}"
+        is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = os.environ.get("RANK", "0")  # launched together, but each for itself
+        return folder if is_job or rank == "0" else f"{folder}-rank{rank}"
+
+    def _give_up(self, reason: str) -> None:
+        self._reason = reason
+        self._is_idle = True
+        logger.warning("flopmeter run is switched off (%s); the program goes on", reason)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _follow_gradient_scalers(program: Program) -> Callable[[], None]:
+    """A scaler that finds an overflow does not call the optimizer: no hook would tell of that step."""
+    original = torch.amp.GradScaler.step
+
+    @wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = program.num_optimizer_steps
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        except BaseException as error:
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next  # no frame of ours in the program's traceback
+            raise
+        if program.num_optimizer_steps == before:
+            program.on_skipped(optimizer)
+        return result
+
+    def undo() -> None:
+        if torch.amp.GradScaler.step is step:
+            torch.amp.GradScaler.step = original  # type: ignore[method-assign]
+
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+    return undo

@@ -1,0 +1,109 @@
+"""Hooks in a model must not get into the way of what users do with it, and none may stay behind."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flopmeter import TrainingMonitor, load_run, watch
+from flopmeter.monitor.tracker import StepTracker
+from flopmeter.timing.late import LateNumber
+
+CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "report": False}}
+
+
+def num_hooks(model: nn.Module) -> int:
+    return len(model._forward_hooks) + len(model._forward_pre_hooks)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    for _ in range(num_steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def test_all_models_of_a_loop_are_marked_and_let_go(tmp_path: Path) -> None:
+    first, second, third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    monitor = TrainingMonitor(tmp_path, CONFIG)
+    monitor.set_model_ref(first, second)
+    assert (num_hooks(first), num_hooks(second)) == (2, 2)
+    monitor.set_model_ref(third)
+    assert (num_hooks(first), num_hooks(second), num_hooks(third)) == (0, 0, 2)
+    monitor.start_training()
+    monitor.finish_training()
+    assert num_hooks(third) == 0
+
+
+def test_a_watched_model_can_be_made_into_a_cuda_graph(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA: tests/gpu makes the graph")
+    original = torch.cuda.make_graphed_callables
+    model = nn.Linear(4, 4)
+    handle = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(AssertionError, match="must not have hooks"):  # torch's own refusal, before it needs a GPU
+        torch.cuda.make_graphed_callables(model, (torch.ones(2, 4),))
+    handle.remove()
+    monitor = watch(model, torch.optim.SGD(model.parameters(), lr=0.1), output_dir=tmp_path, config=CONFIG)
+    with pytest.raises((RuntimeError, AssertionError)) as refusal:
+        torch.cuda.make_graphed_callables(model, (torch.ones(2, 4),))
+    assert "hooks" not in str(refusal.value)
+    assert num_hooks(model) == 2
+    monitor.finish_training()
+    assert num_hooks(model) == 0
+    assert torch.cuda.make_graphed_callables is original
+
+
+class NoQuery:
+    """An event of a stream that is being captured: asking it spoils the capture."""
+
+    def query(self) -> bool:
+        raise AssertionError("an event was queried while a graph was captured")
+
+
+def test_while_a_graph_is_captured_nothing_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    number = LateNumber(torch.zeros(()), NoQuery(), [])
+    assert not number.is_ready()
+
+
+def test_a_captured_step_is_not_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        def mark(self, phase: str) -> None:
+            """As `DeviceTime` does while a stream is captured."""
+
+    steps: list[int] = []
+    failures: list[Any] = []
+    tracker = StepTracker(
+        lambda: None, lambda: steps.append(1), lambda *problem: failures.append(problem), lambda *_, **__: None
+    )
+    tracker.use_device(Device())  # type: ignore[arg-type]
+    for is_capturing in (False, True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=is_capturing: answer)
+        tracker.on_forward((), {})
+        tracker.on_forward_end()
+        tracker.on_optimizer()
+        tracker.on_optimizer_end()
+        tracker.has_forward = False  # as the end of a step leaves it
+    assert len(steps) == 2
+    assert failures == []
+
+
+def test_a_finished_run_leaves_nothing_for_the_interpreters_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[Any] = []
+    monkeypatch.setattr(atexit, "register", lambda function: waiting.append(function) or function)
+    monkeypatch.setattr(atexit, "unregister", waiting.remove)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+    train(model, optimizer, 5)
+    assert [function.__qualname__ for function in waiting] == ["_finish_at_exit.<locals>.finish"]
+    monitor.finish_training()
+    assert waiting == []
+    assert len(load_run(tmp_path)) == 5

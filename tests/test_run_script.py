@@ -1,0 +1,596 @@
+"""`flopmeter run`: a program is to its user what it is under `python`; and the rule for what a step is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from flopmeter import Run, TrainingMonitor, load_run
+from flopmeter.integrations._models import Calls, key_of, owners, parameters_of
+from flopmeter.integrations._steps import LEARNING_TURNS, MAX_STRAY_TURNS, PATIENCE_TURNS, CycleLearner, StepRule
+from flopmeter.integrations.script import Program
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = ROOT / "tests" / "programs"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+
+
+def python(*arguments: str | Path, stdin: str = "", **options: Any) -> tuple[int, str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    answer = subprocess.run(
+        [sys.executable, *map(str, arguments)], input=stdin, capture_output=True, text=True, env=environment, **options
+    )
+    return answer.returncode, answer.stdout, answer.stderr
+
+
+def flopmeter_run(*arguments: str | Path, **options: Any) -> tuple[int, str, str]:
+    return python("-m", "flopmeter", "run", *arguments, **options)
+
+
+ORDINARY = {
+    "what a program knows of itself": """
+        import os, sys, __main__, inspect, subprocess
+        print(__name__, sys.argv, sys.orig_argv[1:], sys.path, sys.flags, __main__.__spec__, __main__.__file__)
+        print(sorted(vars(__main__)), sorted(os.environ.items()), 'flopmeter' in sys.modules)
+        def function(): pass
+        print(inspect.getsource(function), inspect.getmodule(function))
+        print(subprocess.run([sys.executable, '-c', 'import os, sys; print(sorted(os.environ.items()), sys.path)'],
+                             capture_output=True, text=True).stdout)
+        """,
+    "an error": """
+        def inner(x):
+            try:
+                return 1 / x
+            except ZeroDivisionError as error:
+                raise ValueError('inner') from error
+        inner(0)
+        """,
+    "an exit code": "import sys; sys.exit(3)",
+    "an exit message": "import sys; sys.exit('that is all')",
+    "a syntax error": "print('a'\nx = ",
+    "death by a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "ctrl-c": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
+    "input": "print(input('name? '), open(0).read())",
+    "a debugger": "x = 3\nbreakpoint()\nprint('after', x)",
+    "pickling": """
+        import pickle
+        class Thing:
+            pass
+        print(pickle.dumps(Thing()), type(pickle.loads(pickle.dumps(Thing()))) is Thing)
+        """,
+    "child processes": """
+        import multiprocessing, sys
+        def work(x):
+            return x * 2, 'flopmeter' in sys.modules, __name__
+        if __name__ == '__main__':
+            for method in ('fork', 'spawn'):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    print(pool.map(work, [1, 2]))
+        """,
+    "an exception hook": """
+        import sys
+        sys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno, trace.tb_next)
+        raise KeyError('gone')
+        """,
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_program_behaves_as_under_python(tmp_path: Path, name: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(ORDINARY[name]))
+    arguments = ("program.py", "--config", "mine", "-q", "--", "-m")
+    given = {"cwd": tmp_path, "stdin": "p x\nc\n", "env": {"PYTHONPATH": str(tmp_path / "more")}}
+    assert flopmeter_run("--quiet", *arguments, **given) == python(*arguments, **given)
+
+
+def test_a_module_with_relative_imports_behaves_as_under_python_m(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('init')")
+    (package / "near.py").write_text("value = 5")
+    (package / "train.py").write_text(
+        "import sys\nfrom .near import value\nprint(value, sys.argv, __spec__.name)\n1/0\n"
+    )
+    arguments = ("-m", "package.train", "--output-dir", "x", "--quiet")
+    assert flopmeter_run("--quiet", *arguments, cwd=tmp_path) == python(*arguments, cwd=tmp_path)
+
+
+def test_options_of_python_itself_reach_the_program(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import sys; print(sys.flags.optimize, sys.warnoptions, sys._xoptions)")
+    options = ("-O", "-W", "error::UserWarning", "-X", "mine=1")
+    _, out, _ = python(*options, "-m", "flopmeter", "run", "-q", "show.py", cwd=tmp_path)
+    assert out == "1 ['error::UserWarning'] {'mine': '1'}\n" == python(*options, "show.py", cwd=tmp_path)[1]
+
+
+def test_a_missing_script_is_pythons_own_error(tmp_path: Path) -> None:
+    code, _, said = flopmeter_run("-q", "nowhere.py", cwd=tmp_path)
+    assert (code, said) == (2, python("nowhere.py", cwd=tmp_path)[2])
+
+
+def test_the_environments_own_sitecustomize_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = 'ran'; own = 1")
+    (tmp_path / "program.py").write_text("import sys, sitecustomize; print(sys.mine, sitecustomize.own)")
+    given = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}}
+    assert flopmeter_run("-q", "program.py", **given) == (0, "ran 1\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 1, "nothing to run"),
+        (("-m",), 1, "nothing to run"),
+        (("--outptu", "x", "a.py"), 2, "--outptu"),
+        (("--mode", "fast", "a.py"), 1, "mfu_calculation_mode"),
+        (("--sinks", "carrier_pigeon", "a.py"), 1, "carrier_pigeon"),
+        (("--config", "nowhere.yaml", "a.py"), 1, "nowhere.yaml"),
+    ],
+)
+def test_wrong_options_are_one_line_before_the_program_starts(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    (tmp_path / "a.py").write_text("print('started')")
+    answer = flopmeter_run(*arguments, cwd=tmp_path)
+    assert answer[:2] == (code, "")
+    assert message in answer[2]
+    assert answer[2].count("\n") == 1
+
+
+def test_a_torch_that_cannot_be_imported_fails_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch is broken')")
+    (tmp_path / "a.py").write_text("import torch")
+    assert flopmeter_run("-q", "a.py", cwd=tmp_path) == python("a.py", cwd=tmp_path)
+
+
+def test_without_torch_it_says_so_and_loads_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import sys; print([m for m in sys.modules if 'flopmeter' in m or 'typer' in m])")
+    code, out, said = flopmeter_run("a.py", cwd=tmp_path)
+    assert (code, out) == (0, "[]\n")
+    assert said == "flopmeter: nothing to measure: the program did not import torch\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_training_it_says_so_and_loads_no_monitor(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import importlib.util, sys; importlib.util.find_spec('torch'); import torch, pickle\n"
+        "torch.nn.Linear(2, 2)(torch.rand(1, 2)).sum().backward()\n"
+        "print('flopmeter.monitor' in sys.modules, type(torch.__loader__).__name__, vars(torch.__loader__).keys())"
+    )
+    code, out, said = flopmeter_run("a.py", cwd=tmp_path)
+    assert (code, out) == (0, "False SourceFileLoader dict_keys(['name', 'path'])\n")
+    assert said.startswith("flopmeter: nothing to measure: no optimizer has stepped")
+    assert said.count("\n") == 1
+
+
+TRAINING = """
+import sys, traceback
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Data(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if index == 60: raise LookupError('sample 60')
+        return torch.ones(4) * index
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.sum()
+    @staticmethod
+    def backward(ctx, grad): raise ArithmeticError('backward')
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler('cpu', init_scale=1.0)
+def show(action):
+    try: action()
+    except Exception: traceback.print_exc()
+def epoch():
+    for batch in DataLoader(Data(), 4):
+        model(batch).sum().backward()
+        optimizer.step()
+show(epoch)
+show(lambda: Bad.apply(model(torch.ones(4))).backward())
+show(lambda: scaler.step(optimizer))
+raise RuntimeError('end')
+"""
+
+
+def test_no_frame_of_ours_is_in_a_traceback_of_a_measured_program(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    ours = flopmeter_run("--quiet", "-o", "record", "train.py", cwd=tmp_path)
+    assert ours == python("train.py", cwd=tmp_path)
+    assert [word in ours[2] for word in ("sample 60", "ArithmeticError", "_scale is None", "end")] == [True] * 4
+    assert load_run(tmp_path / "record").step[-1] == 15
+
+
+def test_switched_off_there_is_no_record(tmp_path: Path) -> None:
+    script = PROGRAMS / "gan.py"
+    answer = flopmeter_run("-o", "record", script, cwd=tmp_path, env={"FLOPMETER": "off"})
+    assert answer == python(script, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_uses_flopmeter_is_not_measured_twice(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "plain_loop.py"
+    code, _, said = flopmeter_run("-o", "outer", script, "--steps", "8", "--output-dir", "inner", cwd=tmp_path)
+    assert code == 0, said
+    assert len(load_run(tmp_path / "inner")) == 8
+    assert not (tmp_path / "outer").exists()
+    assert "uses flopmeter itself" in said
+
+
+DISTRIBUTED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8, bias=False)
+if 'RANK' in os.environ:
+    dist.init_process_group('gloo')
+    model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+DOCUMENTED = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "measure_a_script.md").read_text(), re.DOTALL)
+
+
+def test_under_torchrun_each_rank_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DISTRIBUTED)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flopmeter", "run")
+    code, _, said = python(*launch, "-o", "record", "train.py", cwd=tmp_path)
+    assert code == 0, said
+    run = load_run(tmp_path / "record")
+    assert run.step[-1] == 8
+    assert (run.header.model, run.header.world_size) == ("DistributedDataParallel", 2)
+    assert said.count("flopmeter: MFU") == 1
+
+
+@pytest.mark.parametrize("command", [line for block in DOCUMENTED for line in block.splitlines()])
+def test_the_documented_commands_work(tmp_path: Path, command: str) -> None:
+    if find_spec(command.split()[0].replace("torchrun", "torch").replace("flopmeter", "torch")) is None:
+        pytest.skip("its launcher is not installed")
+    (tmp_path / "my_package").mkdir()
+    for script in (tmp_path / "train.py", tmp_path / "my_package" / "train.py"):
+        script.write_text(DISTRIBUTED)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    answer = subprocess.run(command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    (record,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"train-\d{8}-\d{6}", record.name)
+    assert load_run(record).step[-1] == 8
+
+
+# The rule for a step, by itself: turns of optimizers A, B, ... each after a forward pass, F = none in between.
+CYCLES = {
+    "one optimizer": ("A", "AAAA", 4),
+    "two that take turns": ("DG", "DGDGDG", 3),
+    "five turns of one to one of the other": ("DG", "DDDDDGDDDDDG", 2),
+    "the other order": ("DG", "GDDDGDDD", 2),  # G D, D D G, and the next one is not over
+    "three": ("ABC", "ABCABC", 2),
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+def test_a_step_is_one_cycle_of_the_optimizers(name: str) -> None:
+    cycle, turns, num_steps = CYCLES[name]
+    rule = StepRule(set(cycle))
+    assert sum(rule.ends_at(key, has_forward=True) for key in turns) == num_steps
+    assert not rule.is_lost
+
+
+def test_turns_without_a_forward_pass_belong_to_the_step_before() -> None:
+    rule = StepRule({"A"})
+    assert [rule.ends_at("A", has_forward=flag) for flag in (True, False, False, True)] == [True, False, False, True]
+
+
+def test_optimizers_that_fit_no_cycle_mean_that_something_else_is_trained() -> None:
+    rule = StepRule({"A"})
+    for _ in range(MAX_STRAY_TURNS):
+        assert not rule.is_lost
+        assert not rule.ends_at("new", has_forward=True)
+    assert rule.is_lost
+
+
+def test_a_stray_step_now_and_then_means_nothing() -> None:
+    rule = StepRule({"A"})
+    for _ in range(MAX_STRAY_TURNS * 2):
+        assert rule.ends_at("A", has_forward=True)
+        assert not rule.ends_at("other", has_forward=False)
+    assert not rule.is_lost
+
+
+LEARNING = {
+    "one optimizer": ("A", "A A", "A", 2),
+    "two that take turns": ("DG", "D G D G", "DG", 2),
+    "both after one backward pass": ("AB", "AB AB", "AB", 2),
+    "a subclass that calls super().step()": ("A", "AA AA", "A", 2),
+    "five to one": ("DG", "D D D D D G D D D D D G", "DG", 2),
+    "one that never steps": ("AB", " ".join("A" * PATIENCE_TURNS), "A", PATIENCE_TURNS),
+    "one that has stepped once": ("AB", "B" + " A" * (LEARNING_TURNS - 1), None, 0),
+    "one that has stepped only once": ("AB", "B" + " A" * LEARNING_TURNS, "A", LEARNING_TURNS),
+    "not known yet": ("DG", "D G D", None, 0),
+    "one that was made later": ("A", "A B A B", "AB", 2),
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_the_cycle_is_learned_from_the_first_turns(name: str) -> None:
+    expected, passes, cycle, num_steps = LEARNING[name]
+    learner = CycleLearner(set(expected))
+    for turns in passes.split():
+        learner.note_forward()
+        for key in turns:
+            learner.note(key)
+    assert learner.cycle == (None if cycle is None else set(cycle))
+    assert learner.num_steps == num_steps
+
+
+# Each case that a loop can be, with real optimizers. The model is one square layer without bias.
+WIDTH, BATCH, STEPS = 8, 4, 9
+LAYER = 2 * BATCH * WIDTH * WIDTH
+
+
+class Loop:
+    """The parts of a loop, and what most of them do in a step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def backward(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(torch.ones(BATCH, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    def plain(self) -> None:
+        for _ in range(STEPS):
+            self.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def accumulation(self) -> None:
+        for _ in range(STEPS):
+            self.backward()
+            self.backward()
+            self.optimizer.step()
+
+    def nested_steps(self) -> None:
+        class Noisy(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                return super().step(closure)
+
+        self.optimizer = Noisy(self.model.parameters(), lr=0.01)
+        self.plain()
+
+    def closure(self) -> None:
+        self.optimizer = torch.optim.LBFGS(self.model.parameters(), lr=0.01, max_iter=2)
+        for _ in range(STEPS):
+            self.optimizer.step(self.backward)
+
+    def scheduler(self) -> None:
+        schedule = StepLR(self.optimizer, 2)
+        for _ in range(STEPS):
+            self.backward()
+            self.optimizer.step()
+            schedule.step()
+
+    def step_that_raises(self) -> None:
+        for index in range(STEPS + 1):
+            self.backward()
+            try:
+                self.optimizer.step(None if index != 4 else {}.popitem)
+            except KeyError:
+                continue
+
+    def skipped_by_a_scaler(self) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for index in range(STEPS):
+            loss = self.model(torch.ones(BATCH, WIDTH)).square().mean()
+            scaler.scale(loss * (float("inf") if index in (0, 5) else 1.0)).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+            self.optimizer.zero_grad()
+
+    def copied_optimizer(self) -> None:
+        self.optimizer = copy.deepcopy(self.optimizer)
+        self.optimizer.param_groups[0]["params"] = list(self.model.parameters())
+        self.plain()
+
+    def wrapper_without_init(self) -> None:
+        class Wrapper(torch.optim.Optimizer):
+            def __init__(self, inner: torch.optim.Optimizer) -> None:
+                self.inner = inner
+
+            @property
+            def param_groups(self) -> Any:  # type: ignore[override]
+                return self.inner.param_groups
+
+            def step(self, closure: Any = None) -> Any:
+                return self.inner.step(closure)
+
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                self.inner.zero_grad(set_to_none)
+
+        self.optimizer = Wrapper(self.optimizer)
+        self.plain()
+
+    def in_backward(self) -> None:
+        optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in self.model.parameters()}
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+            for parameter, optimizer in optimizers.items()
+        ]
+        for _ in range(STEPS):
+            self.backward()
+        for handle in handles:  # a cycle through C++, which no collector sees
+            handle.remove()
+
+    def grad_without_backward(self) -> None:
+        for _ in range(STEPS):
+            loss = self.model(torch.ones(BATCH, WIDTH)).square().mean()
+            for parameter, grad in zip(
+                self.model.parameters(), torch.autograd.grad(loss, list(self.model.parameters())), strict=True
+            ):
+                parameter.grad = grad
+            self.optimizer.step()
+
+    def warm_up_step_without_gradients(self) -> None:
+        self.optimizer.step()
+        self.plain()
+
+    def idle_optimizer(self) -> None:
+        self.idle = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        for _ in range(2):
+            self.plain()
+
+    def evaluation_between(self) -> None:
+        for _ in range(3):
+            for _ in range(STEPS // 3):
+                self.backward()
+                self.optimizer.step()
+            with torch.no_grad():
+                self.model(torch.ones(BATCH, WIDTH))
+
+    def called_inside_a_frameworks_module(self) -> None:
+        class Framework(nn.Module):
+            def __init__(self, model: nn.Module) -> None:
+                super().__init__()
+                self.inner = nn.ModuleDict({"model": model})
+
+            def training_step(self) -> torch.Tensor:
+                loss: torch.Tensor = self.inner["model"](torch.ones(BATCH, WIDTH)).square().mean()
+                return loss
+
+        framework = Framework(self.model)
+        for _ in range(STEPS):
+            framework.training_step().backward()
+            self.optimizer.step()
+
+
+MEASURED = [name for name in vars(Loop) if not name.startswith("_") and name != "backward"]
+ROUNDS = {"accumulation": 2, "closure": 2}
+NUM_STEPS = {"idle_optimizer": 2 * STEPS}
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Iterator[Callable[[Callable[[], None]], Run]]:
+    """Measures what a function trains, as `flopmeter run` does in a program of its own."""
+    program = Program(str(tmp_path / "record"), {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}, True)
+    gc.collect()  # optimizers of other tests are not this program's
+    program.follow()
+
+    def measured(train: Callable[[], None]) -> Run:
+        train()
+        program.finish()
+        return load_run(tmp_path / "record")
+
+    yield measured
+    program.finish()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_steps_and_flop_are_right_whatever_the_loop_looks_like(measure: Any, name: str) -> None:
+    loop = Loop()
+    run = measure(getattr(loop, name))
+    assert name == "idle_optimizer" or run.step[0] == 3  # two steps to understand the loop
+    assert run.step[-1] == NUM_STEPS.get(name, STEPS)
+    # One layer forward, its weights backward: no gradient flows into the input.
+    assert run.column("perf/model_flop")[-1] == 2 * LAYER * ROUNDS.get(name, 1)
+
+
+def test_skipped_steps_are_told_in_the_record(measure: Any) -> None:
+    run = measure(Loop().skipped_by_a_scaler)
+    assert [event["event"] for event in run.events].count("skipped_step") == 1  # the other came before we were attached
+
+
+def test_something_else_that_is_trained_later_has_a_record_of_its_own(measure: Any, tmp_path: Path) -> None:
+    def train() -> None:
+        Loop().plain()
+        second = Loop()
+        second.model = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        second.optimizer = torch.optim.SGD(second.model.parameters(), lr=0.01)
+        second.plain()
+        second.plain()
+
+    first = measure(train)
+    assert first.step[-1] == STEPS
+    second = load_run(tmp_path / "record-2")
+    assert second.step[-1] == 2 * STEPS
+    assert second.column("perf/model_flop")[-1] == 4 * LAYER
+
+
+def test_a_compiled_model_is_found_by_its_wrapper_and_stays_compiled(measure: Any) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    loop = Loop()
+    loop.model = torch.compile(loop.model, backend=backend)
+    run = measure(loop.plain)
+    assert run.header.model == "OptimizedModule"
+    assert run.step[-1] == STEPS
+    assert len(graphs) == 1
+
+
+def test_the_outermost_called_modules_are_found() -> None:
+    generator, critic = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 1))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+    frozen = nn.Linear(2, 2)
+    found = owners(parameters_of(optimizers))
+    assert {generator, generator[0], critic, critic[0]} <= set(found)
+    assert frozen not in found
+    calls = Calls(found, lambda: None)
+    critic(generator(frozen(torch.rand(1, 2)))).sum().backward()
+    calls.remove()
+    assert calls.models == [generator, critic]
+    assert not generator._forward_pre_hooks
+    assert not critic[0]._forward_hooks
+
+
+def test_an_optimizer_made_anew_for_the_same_parameters_has_the_same_key() -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    assert key_of(torch.optim.SGD(parameters, lr=1.0)) == key_of(torch.optim.Adam(parameters))
+
+
+def test_losses_are_bit_for_bit_the_same(measure: Any) -> None:
+    plain, watched = Loop(), Loop()
+    plain.plain()
+    measure(watched.plain)
+    assert torch.equal(plain.model[0].weight, watched.model[0].weight)
+
+
+def test_a_mistake_of_ours_ends_the_measuring_and_not_the_program(
+    measure: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(TrainingMonitor, "start_training", broken)
+    loop = Loop()
+    loop.plain()
+    assert caplog.text.count("switched off") == 1
+    assert "disk full" in caplog.text
