@@ -127,7 +127,7 @@ class Flopmeter(Variant):
     @property
     def is_measuring(self) -> bool:
         source = self._monitor.marks.source
-        return source.is_measuring or self._monitor._sampling.running is not None
+        return source.is_measuring or self._monitor._effort.sampling.running is not None
 
     def close(self) -> dict[str, Any]:
         summary = self._monitor.finish_training()

@@ -70,7 +70,7 @@ class Discovery:
 
     def _note_forward(self) -> None:
         # Inside a backward pass nothing can begin: such a loop is ready at its next forward pass.
-        if self._learner.cycle == {IN_BACKWARD}:
+        if self._learner.cycle == frozenset((IN_BACKWARD,)):
             self._on_ready()
         else:
             self._learner.note_forward()

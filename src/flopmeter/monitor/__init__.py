@@ -37,12 +37,12 @@ from flopmeter.errors import ConfigError, FlopmeterError
 from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, StepRecord, copied_to_host, dataset_values
+from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.header import device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.ranks import join, my_rank, record_path, sink_names
-from flopmeter.monitor.sampling import Sampling
-from flopmeter.monitor.schedule import WARMUP_STEPS, Schedule
+from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
 from flopmeter.monitor.workloads import WorkloadReader
@@ -51,7 +51,6 @@ from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import PHASES, RUN_FILE
 from flopmeter.sinks import SinkContext, check_sinks
-from flopmeter.timing import split
 from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
 
@@ -114,8 +113,6 @@ class TrainingMonitor:
         self.output_dir = Path(output_dir)
         self.run_path = self.output_dir / RUN_FILE
         self.log_path = self.output_dir / log_file
-        self._argument = flops_profile_freq
-        self._schedule = self._make_schedule(phase=None)
         self._tracker = StepTracker(self.start_training, self._on_optimizer_step, self._note_failure, self._event)
         self._tracker.finds_evaluation = finds_evaluation
         self._clock = self._tracker.clock
@@ -126,8 +123,8 @@ class TrainingMonitor:
         self._at_exit: Callable[[], None] | None = None
         self._rank = 0
         self._ranks: Ranks | None = None
-        self._digest = Digest(self.config, self._note_step)
-        self._sampling = Sampling(self.config, self._schedule.interval_steps, self._event)
+        self._effort = Effort(self.config, flops_profile_freq, self._clock, self._event, self._threads_s)
+        self._digest = Digest(self.config, self._effort.note_step)
         self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
         self._pending: deque[StepRecord] = deque()
         self._ended: StepRecord | None = None
@@ -135,9 +132,7 @@ class TrainingMonitor:
         self._details_every = self.config.details_every
         self._num_steps = 0
         self._num_failures = 0
-        self._own_ns = 0
         self._overhead = 0.0
-        self._started_s = 0.0
         self._state = "new"
         self._is_failing = False
         self._has_optimizer = optimizer is not None
@@ -162,9 +157,7 @@ class TrainingMonitor:
 
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings."""
-        before, self._schedule = self._schedule, self._make_schedule(phase)
-        self._schedule.inherit(before)
-        self._event("training_phase", phase=phase, interval_steps=self._schedule.interval_steps)
+        self._effort.begin_phase(phase)
 
     @property
     def marks(self) -> StepTracker:
@@ -192,7 +185,6 @@ class TrainingMonitor:
         if self._state != "new":
             return
         self._state = "running"
-        self._started_s = time.monotonic()
         self._rank = my_rank()
         header = {**make_header(self._model, self.config), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
@@ -210,10 +202,7 @@ class TrainingMonitor:
         timeline = timeline_of(device_of(self._model))
         if timeline is not None:
             self._tracker.use_device(DeviceTime(timeline, self._event, self.config.details_every))
-        if self._rank == 0:
-            self._sampling.start_run()
-        else:
-            self._sampling.plan.stop()  # a profile of rank 0 is the one that reaches the record
+        self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
         self._at_exit = _finish_at_exit(self)
@@ -297,7 +286,7 @@ class TrainingMonitor:
                 self._values = values  # before the optimizer steps: they belong to the step that is running
         except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
             self._note_failure("log_step", error)
-        self._own_ns += perf_counter_ns() - start_ns
+        self._effort.own_ns += perf_counter_ns() - start_ns
 
     @_harmless
     def update_dataset_metrics(
@@ -394,7 +383,7 @@ class TrainingMonitor:
             self._end_step()
         except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
             self._note_failure("the end of a step", error)
-        self._own_ns += perf_counter_ns() - start_ns
+        self._effort.own_ns += perf_counter_ns() - start_ns
 
     def _end_step(self) -> None:
         if self._state == "new":
@@ -414,23 +403,18 @@ class TrainingMonitor:
             record.blocked_ns = tracker.blocking.take()
         if tracker.device_time is not None:
             tracker.device_time.end_step(self._num_steps)
-        if tracker.source is not None and tracker.source.is_measuring:
-            self._finish_measurement(tracker.source, record)
-        if self._sampling.running is not None:
-            self._finish_sample(record)
+        self._effort.end_step(tracker.source, record, self._num_steps)
         if self._num_steps % self._details_every == 0:
             record.datasets = copied_to_host(self._datasets.take())
         if index % _OVERHEAD_EVERY == 0:
-            self._overhead = self._overhead_share()
+            self._overhead = self._effort.share()
         record.overhead_share = self._overhead
         self._ended = record
         if self._values:
             self._hand_over(self._values)
             self._values = {}
-        if self._num_steps >= self._schedule.next_step:
-            self._maybe_measure()
-        if self._num_steps >= self._sampling.plan.next_step:
-            self._maybe_sample()
+        if self._effort.is_time(self._num_steps):
+            self._effort.begin_step(tracker.source, self._model, self._num_steps)
 
     def _hand_over(self, values: Mapping[str, Any]) -> None:
         assert self._ended is not None
@@ -442,47 +426,6 @@ class TrainingMonitor:
         self._pending.append(record)
         while self._pending and self._pending[0].is_ready():
             self._put(self._pending.popleft())
-
-    def _note_step(self, metrics: Mapping[str, float]) -> None:
-        """An ordinary step was digested (in the background)."""
-        self._schedule.note_step(metrics["perf/step_time"])
-        self._sampling.note_step(metrics)
-
-    def _finish_measurement(self, source: FlopSource, record: StepRecord) -> None:
-        """Close a measurement that ran through this step, and learn from it."""
-        start_ns = perf_counter_ns()
-        record.marks = (*record.marks, source.kind)
-        source.finish(record.seen)
-        step_s = split(record.clock).step_ns / 1e9
-        self._schedule.note_measured(self._num_steps, step_s, (perf_counter_ns() - start_ns) / 1e9)
-
-    def _maybe_measure(self) -> None:
-        source = self._tracker.source
-        if source is None or not source.measures or source.is_measuring:
-            return
-        own_s = self._own_ns / 1e9 + self._threads_s()
-        if self._schedule.is_due(self._num_steps, time.monotonic() - self._started_s, own_s):
-            source.start()
-
-    def _maybe_sample(self) -> None:
-        source, run_s = self._tracker.source, time.monotonic() - self._started_s
-        if self._model is None or source is None or source.is_measuring:
-            return
-        if self._sampling.plan.is_due(self._num_steps, run_s, self._overhead_share() * run_s):
-            self._sampling.start(self._model, self._num_steps)
-
-    def _finish_sample(self, record: StepRecord) -> None:
-        """Close a sample that ran through this step; reading it is our time, not the next step's."""
-        record.marks = (*record.marks, "profiled")
-        with self._clock.pause() as lasted_s:
-            reading_s = self._sampling.finish(self._num_steps, split(record.clock).step_ns / 1e9)
-        self._own_ns -= round(reading_s * 1e9)  # counted with the samples
-        self._event("pause", name="flopmeter", duration_s=lasted_s())
-
-    def _overhead_share(self) -> float:
-        run_s = time.monotonic() - self._started_s
-        measuring_s = self._schedule.measuring_s + self._sampling.plan.spent_s
-        return (self._own_ns / 1e9 + self._threads_s() + measuring_s) / run_s if run_s > 0 else 0.0
 
     def _threads_s(self) -> float:
         """CPU time of all threads of ours."""
@@ -500,23 +443,13 @@ class TrainingMonitor:
 
         return sample
 
-    def _make_schedule(self, phase: str | None) -> Schedule:
-        interval = self.config.measuring_interval(argument=self._argument, phase=phase)
-        settings = self.config.monitoring
-        is_profiler = settings.mfu_calculation_mode == "profiler"
-        if is_profiler and interval.is_explicit and interval.steps:
-            logger.warning("measuring every %d steps as %s says, whatever it costs", interval.steps, interval.setting)
-        budget = None if is_profiler and interval.is_explicit else settings.overhead_budget
-        first = settings.performance_monitoring.smart_mode.initial_profiling or is_profiler
-        return Schedule(interval.steps, budget, measures_first=first)
-
     @_harmless
     def _close(self) -> None:
         self._hooks.remove()
         self._tracker.end_evaluation()
         if self._tracker.device_time is not None:
             self._tracker.device_time.close()
-        self._sampling.close()
+        self._effort.sampling.close()
         if self._tracker.source is not None:
             self._tracker.source.abandon()
         if self._ended is not None:

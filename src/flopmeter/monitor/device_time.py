@@ -27,6 +27,7 @@ class DeviceTime:
     def __init__(self, timeline: DeviceTimeline, event: Callable[..., None], every: int) -> None:
         self.mark = timeline.mark
         self.mark_inside_backward = timeline.mark_inside_backward
+        self.is_capturing = timeline.is_capturing
         self.on_step: Callable[[dict[str, float]], None] | None = None
         """Told the device's seconds by phase of every step that it has finished."""
         self._timeline = timeline

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
-import torch
-
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.measuring import FlopSource
@@ -96,9 +94,9 @@ class StepTracker:
         if self._evaluating_since_ns is not None:
             self.end_evaluation()
         self._mark(FORWARD)
-        if self.device_time is not None and torch.cuda.is_current_stream_capturing():
-            return  # a graph is recorded and nothing runs: no step, and a call of ours to CUDA would spoil it
         self.has_forward = True
+        if self.device_time is not None and self.device_time.is_capturing():
+            return  # to look into the batch would spoil the user's graph
         if self.workloads is not None:
             try:
                 self.workloads.see(args, kwargs)

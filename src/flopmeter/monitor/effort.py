@@ -1,0 +1,116 @@
+"""Which steps are measured, and what has measuring cost? Observed steps, sampled ones, and our own time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from flopmeter.config import MonitorConfig
+from flopmeter.monitor.digest import StepRecord
+from flopmeter.monitor.measuring import FlopSource
+from flopmeter.monitor.sampling import Sampling
+from flopmeter.monitor.schedule import Schedule
+from flopmeter.timing import PhaseClock, split
+
+logger = logging.getLogger("flopmeter")
+
+
+class Effort:
+    """Starts and closes measurements, within the budget; keeps the account of what they and the rest of us take.
+
+    `note_step` is called in the background; everything else on the training thread.
+
+    Args:
+        flops_profile_freq: The interval that the loop asked for, if it did.
+        event: Writes an event to the run file.
+        threads_s: CPU time of all threads of ours so far.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        flops_profile_freq: int | None,
+        clock: PhaseClock,
+        event: Callable[..., None],
+        threads_s: Callable[[], float],
+    ) -> None:
+        self.own_ns = 0
+        """Time of our calls on the training thread, measurements apart."""
+        self._config = config
+        self._argument = flops_profile_freq
+        self._clock = clock
+        self._event = event
+        self._threads_s = threads_s
+        self._started_s = 0.0
+        self.schedule = self._make_schedule(phase=None)
+        self.sampling = Sampling(config, self.schedule.interval_steps, event)
+
+    def start_run(self, *, is_sampled: bool) -> None:
+        """The run begins; one rank is sampled for all."""
+        self._started_s = time.monotonic()
+        if is_sampled:
+            self.sampling.start_run()
+        else:
+            self.sampling.plan.stop()
+
+    def begin_phase(self, phase: str) -> None:
+        """Another phase of the training begins, with a frequency of its own."""
+        before, self.schedule = self.schedule, self._make_schedule(phase)
+        self.schedule.inherit(before)
+        self._event("training_phase", phase=phase, interval_steps=self.schedule.interval_steps)
+
+    def note_step(self, metrics: Mapping[str, float]) -> None:
+        """An ordinary step was digested."""
+        self.schedule.note_step(metrics["perf/step_time"])
+        self.sampling.note_step(metrics)
+
+    def end_step(self, source: FlopSource | None, record: StepRecord, num_steps: int) -> None:
+        """Close what ran through this step, and learn from it. Reading it is our time, not the next step's."""
+        is_counted = source is not None and source.is_measuring
+        if not is_counted and self.sampling.running is None:
+            return
+        step_s = split(record.clock).step_ns / 1e9
+        with self._clock.pause() as lasted_s:
+            if source is not None and is_counted:
+                record.marks = (*record.marks, source.kind)
+                source.finish(record.seen)
+            else:
+                record.marks = (*record.marks, "profiled")
+                self.sampling.finish(num_steps, step_s)
+        if is_counted:
+            self.schedule.note_measured(num_steps, step_s, lasted_s())
+        self.own_ns -= round(lasted_s() * 1e9)  # counted with the measurement
+        self._event("pause", name="flopmeter", duration_s=lasted_s())
+
+    def begin_step(self, source: FlopSource | None, model: nn.Module | None, num_steps: int) -> None:
+        """Measure the step that begins now, if it is time and the budget allows it."""
+        if source is None or model is None or source.is_measuring or self.sampling.running is not None:
+            return
+        run_s = time.monotonic() - self._started_s
+        if source.measures and self.schedule.is_due(num_steps, run_s, self.own_ns / 1e9 + self._threads_s()):
+            source.start()
+        elif self.sampling.plan.is_due(num_steps, run_s, self.share() * run_s):
+            self.sampling.start(model, num_steps)
+
+    def is_time(self, num_steps: int) -> bool:
+        """Whether `begin_step` is worth a call: two comparisons, because it is asked on every step."""
+        return num_steps >= self.schedule.next_step or num_steps >= self.sampling.plan.next_step
+
+    def share(self) -> float:
+        """Share of the wall time since the start that all of us took."""
+        run_s = time.monotonic() - self._started_s
+        measuring_s = self.schedule.measuring_s + self.sampling.plan.spent_s
+        return (self.own_ns / 1e9 + self._threads_s() + measuring_s) / run_s if run_s > 0 else 0.0
+
+    def _make_schedule(self, phase: str | None) -> Schedule:
+        interval = self._config.measuring_interval(argument=self._argument, phase=phase)
+        settings = self._config.monitoring
+        is_profiler = settings.mfu_calculation_mode == "profiler"
+        if is_profiler and interval.is_explicit and interval.steps:
+            logger.warning("measuring every %d steps as %s says, whatever it costs", interval.steps, interval.setting)
+        budget = None if is_profiler and interval.is_explicit else settings.overhead_budget
+        first = settings.performance_monitoring.smart_mode.initial_profiling or is_profiler
+        return Schedule(interval.steps, budget, measures_first=first)
