@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-gpu lint pictures clean
+.PHONY: help demo test test-gpu lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test    linters, types and tests"
 	@echo "make lint    linters and types only"
 	@echo "make test-gpu  what only a CUDA device can show"
+	@echo "make results   a short run of every benchmark, then the README's tables from the results on file"
 	@echo "make pictures  the README's pictures, from real runs in a real browser"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -19,10 +20,17 @@ demo: $(VENV)/.ready-demo
 	@$(BIN)/flopmeter demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/gpu
+
+# The short form only shows that every benchmark runs: the figures on file come from full runs on a quiet machine.
+results: $(VENV)/.ready-test
+	@for line in "overhead.py --quick" "report.py --short" "planted.py --quick" "distributed.py --quick" \
+	  "soak.py --short" "run_script.py --short" "integrations.py --short"; do \
+	  echo "benchmarks/$$line"; $(BIN)/python benchmarks/$$line > $(VENV)/result.txt || exit 1; done
+	$(BIN)/python scripts/write_results.py
 
 pictures: $(VENV)/.ready-test
 	$(BIN)/python scripts/make_pictures.py

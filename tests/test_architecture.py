@@ -38,7 +38,16 @@ ALLOWED: dict[str, set[str]] = {
     "training": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor"},
 }
 MAY_IMPORT_TORCH = MEASURERS | {"monitor", "integrations", "demo", "training"}
-PLUGIN_FOLDERS = ("sinks", "cli", "diagnosis/rules", "report", "integrations", "flops/formulas", "flops/counters")
+PLUGIN_FOLDERS = (
+    "sinks",
+    "cli",
+    "diagnosis/rules",
+    "report",
+    "doctor",
+    "integrations",
+    "flops/formulas",
+    "flops/counters",
+)
 
 
 def sources() -> list[Path]:

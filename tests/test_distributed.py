@@ -553,15 +553,13 @@ def test_every_patch_is_taken_back() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_exposed_communication_is_unknown_where_the_callback_must_not_be_queued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exposed_communication_is_unknown_where_the_callback_must_not_be_queued() -> None:
     blocking = Blocking(DistributedDataParallel(nn.Linear(2, 2)), FakePhase())
     root = torch.ones(1, requires_grad=True) * 2
     for is_compiled in (False, True):
-        monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", is_compiled)
-        blocking.on_backward(root)
-        if not is_compiled:
-            root.sum().backward()  # the engine calls our hook, and at the end our callback
-        blocking.on_backward_end()
+        with torch._dynamo.config.patch(compiled_autograd=is_compiled):
+            blocking.on_backward(root)
+            if not is_compiled:
+                root.sum().backward()  # the engine calls our hook, and at the end our callback
+            blocking.on_backward_end()
         assert (blocking.take() is None) == is_compiled

@@ -11,8 +11,12 @@ import torch
 from torch import nn
 
 from flopmeter import TrainingMonitor, load_run, watch
+from flopmeter.flops.workload import Needs
+from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.tracker import StepTracker
+from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing.late import LateNumber
+from simulated_device import SimulatedDevice, timeline_on
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "report": False}}
 
@@ -71,25 +75,16 @@ def test_while_a_graph_is_captured_nothing_is_asked_of_the_device(monkeypatch: p
     assert not number.is_ready()
 
 
-def test_a_captured_step_is_not_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Device:
-        def mark(self, phase: str) -> None:
-            """As `DeviceTime` does while a stream is captured."""
-
-    steps: list[int] = []
+def test_the_batch_of_a_captured_step_is_not_looked_into() -> None:
+    device = SimulatedDevice()
+    timeline = timeline_on(device)
     failures: list[Any] = []
-    tracker = StepTracker(
-        lambda: None, lambda: steps.append(1), lambda *problem: failures.append(problem), lambda *_, **__: None
-    )
-    tracker.use_device(Device())  # type: ignore[arg-type]
-    for is_capturing in (False, True, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=is_capturing: answer)
-        tracker.on_forward((), {})
-        tracker.on_forward_end()
-        tracker.on_optimizer()
-        tracker.on_optimizer_end()
-        tracker.has_forward = False  # as the end of a step leaves it
-    assert len(steps) == 2
+    tracker = StepTracker(lambda: None, lambda: None, lambda *problem: failures.append(problem), lambda *_, **__: None)
+    tracker.use_device(DeviceTime(timeline, lambda *_, **__: None, every=50))
+    tracker.workloads = WorkloadReader(Needs())
+    for device.is_capturing in (False, True, False):
+        tracker.on_forward((torch.ones(2, 4),), {})
+        assert len(tracker.workloads.take()) == (0 if device.is_capturing else 1)
     assert failures == []
 
 

@@ -166,7 +166,7 @@ class Monitoring(Section):
     sinks: SinkNames = ("console",)
     """Where metrics go besides the run file; the sinks that their own section enables are added."""
     report: Switch = True
-    """Write `report.html` beside the run file when the run ends; needs the libraries of `flopmeter[report]`."""
+    """Write `report.html` beside the run file when the run ends."""
     performance_monitoring: PerformanceMonitoring = PerformanceMonitoring()
     distributed: Distributed = Distributed()
 

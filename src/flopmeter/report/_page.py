@@ -77,7 +77,7 @@ def plotly_script() -> str:
     try:
         get_plotlyjs = import_module("plotly.offline").get_plotlyjs
     except ImportError:
-        raise MissingLibraryError("plotly", needed_for="the HTML report", extra="report") from None
+        raise MissingLibraryError("plotly", needed_for="the HTML report") from None
     return str(get_plotlyjs())
 
 
@@ -87,7 +87,7 @@ def template(name: str) -> Any:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError:
-        raise MissingLibraryError("jinja2", needed_for="the HTML report", extra="report") from None
+        raise MissingLibraryError("jinja2", needed_for="the HTML report") from None
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -199,6 +199,14 @@ class DeviceTimeline:
         """False once a failure or `close` has switched it off: no further step will be finished."""
         return self._is_armed
 
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured: nothing runs then, and any call of ours to the device would spoil it."""
+        try:
+            return self._is_in_use and self._source.capturing()
+        except Exception as error:  # noqa: BLE001 - most likely the user's own, which their next call reports
+            self._disarm(error)
+            return False
+
     def mark(self, phase: str) -> None:
         """From here on the device works for `phase`. Ignored when it does so already, and on any other thread."""
         if phase != self._phase and get_ident() == self._thread:

@@ -1,0 +1,29 @@
+"""What does each number mean? The page is made from the schema:
+
+python scripts/write_numbers.py > docs/numbers.md
+"""
+
+from __future__ import annotations
+
+from flopmeter.schema import METRICS
+
+_INTRODUCTION = """\
+# Every number
+
+Made by `python scripts/write_numbers.py > docs/numbers.md` from `src/flopmeter/schema.py`.
+
+A logged `perf/*` value is the aggregate since the last one; the run file has every step. Warm-up, observed and profiled steps
+are recorded with a mark and left out of every aggregate. A number that is not known is absent, never 0. *Ranks* says how the
+values of a job's ranks make the job's: `rank0` takes that of rank 0, which also writes the record.
+"""
+_UNITS = {"": "", "1": "share, 0 to 1"}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    rows = [f"| `{m.key}` | {_UNITS.get(m.unit, m.unit)} | {m.ranks} | {m.meaning} |\n" for m in METRICS]
+    return f"{_INTRODUCTION}\n| key | unit | ranks | meaning |\n|---|---|---|---|\n{''.join(rows)}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,18 @@
+"""Tests for the day a GPU is there: `make test-gpu`. Every hidden wait for the device is an error while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _no_hidden_waits() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()

@@ -1,0 +1,54 @@
+"""What each rank of the NCCL job runs: `gpu_ddp_job.py FOLDER BUCKET_MB`."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flopmeter import TrainingMonitor
+
+NUM_STEPS, WIDTH = 300, 2048
+
+
+def main() -> None:
+    folder, bucket_mb = Path(sys.argv[1]), int(sys.argv[2])
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).cuda()
+    model = DistributedDataParallel(layers, device_ids=[rank], bucket_cap_mb=bucket_mb)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    settings: dict[str, Any] = {"sinks": [], "report": False, "peak_flop_per_s": 1e15, "overhead_budget": 0.05}
+    settings["distributed"] = {"statistics_every": 50, "statistics_s": 0.2}
+    is_watched = os.environ.get("JOB_KIND", "watched") == "watched"
+    config = {"monitoring": settings}
+    monitor = TrainingMonitor(folder, config, model=model, optimizer=optimizer) if is_watched else nullcontext()
+    batch = torch.randn(512, WIDTH, device="cuda")
+    times_s = []
+    with monitor:
+        for _ in range(NUM_STEPS):
+            start_s = time.perf_counter()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            times_s.append(time.perf_counter() - start_s)
+    if rank == 0:
+        folder.mkdir(exist_ok=True)
+        (folder / "step_s.json").write_text(json.dumps(statistics.median(times_s[20:])))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

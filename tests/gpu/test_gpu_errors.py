@@ -1,0 +1,52 @@
+"""The user's own errors on the device come out as they would without us."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_loop import Loop, waits_allowed, watched
+
+ASSERT = """
+import sys, torch
+from torch import nn
+from flopmeter import watch
+model = nn.Embedding(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if sys.argv[1] == "watched":
+    watch(model, optimizer, output_dir=sys.argv[2], config={"monitoring": {"sinks": [], "report": False}})
+good, bad = torch.zeros(2, dtype=torch.long).cuda(), torch.full((2,), 99).cuda()
+for number in range(6):
+    model(good if number < 5 else bad).sum().backward()
+    optimizer.step()
+torch.cuda.synchronize()
+"""
+
+
+def out_of_memory(loop: Loop) -> str:
+    with pytest.raises(torch.cuda.OutOfMemoryError) as error, waits_allowed():
+        loop.model(torch.empty(1 << 40, 256, device="cuda"))
+    return re.sub(r"[\d.]+ (GiB|MiB)", "N", str(error.value))
+
+
+def test_running_out_of_memory_says_what_it_says_without_us(tmp_path: Path) -> None:
+    plain = out_of_memory(Loop())
+    loop = Loop()
+    with watched(loop, tmp_path) as monitor:
+        loop.losses(10, monitor)
+        assert out_of_memory(loop) == plain
+        loop.losses(5, monitor)
+
+
+def test_a_device_side_assert_is_the_users_and_names_no_frame_of_ours(tmp_path: Path) -> None:
+    last = {}
+    for kind in ("plain", "watched"):
+        command = [sys.executable, "-c", ASSERT, kind, str(tmp_path)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+        assert answer.returncode != 0
+        last[kind] = next(line for line in answer.stderr.splitlines() if "device-side assert triggered" in line)
+    assert last["watched"] == last["plain"]

@@ -1,0 +1,87 @@
+"""CUDA graphs and compiled code work with us installed, in every way that people make them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_loop import Loop, waits_allowed, watched
+from torch._dynamo.utils import counters
+
+from flopmeter import load_run
+
+pytestmark = pytest.mark.filterwarnings(  # the compiler's own
+    "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning", "ignore:.*:UserWarning"
+)
+
+
+def test_a_forward_and_backward_pass_can_be_captured(tmp_path: Path) -> None:
+    loop = Loop()
+    with watched(loop, tmp_path) as monitor:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            loop.losses(12, monitor)  # numbers of ours are on their way when the capture begins
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with waits_allowed(), torch.cuda.graph(graph):
+            loss = loop.model(loop.batch).square().mean()
+            loss.backward()
+        for _ in range(10):
+            graph.replay()
+            loop.optimizer.step()
+    with waits_allowed():
+        assert loss.isfinite().item()
+    assert len(load_run(tmp_path)) >= 12
+
+
+def test_a_whole_step_can_be_captured(tmp_path: Path) -> None:
+    """Its replays are not seen: no code of the loop's runs in them."""
+    loop = Loop()
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-4)
+    with watched(loop, tmp_path) as monitor:
+        loop.losses(12, monitor)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with waits_allowed(), torch.cuda.graph(graph):
+            loop.model(loop.batch).square().mean().backward()
+            loop.optimizer.step()
+        graph.replay()
+    assert list(load_run(tmp_path).step)[:12] == list(range(1, 13))
+
+
+def test_make_graphed_callables_takes_a_watched_model(tmp_path: Path) -> None:
+    loop = Loop()
+    with watched(loop, tmp_path) as monitor:
+        with waits_allowed():
+            torch.cuda.make_graphed_callables(loop.model, (loop.batch,))
+        loop.losses(20, monitor)
+    assert len(load_run(tmp_path)) == 20
+
+
+def train_compiled(mode: str, folder: Path | None) -> tuple[list[float], int]:
+    """Losses of a compiled model, and how many graphs were made of it."""
+    torch._dynamo.reset()
+    counters.clear()
+    loop = Loop()
+    model = torch.compile(loop.model, mode=mode)
+    losses = []
+    with waits_allowed(), nullcontext() if folder is None else watched(loop, folder, model=model):  # compiling waits
+        for _ in range(30):
+            loss = model(loop.batch).square().mean()
+            loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=True)
+            losses.append(float(loss.item()))
+    return losses, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_trains_as_without_us_and_stays_compiled(tmp_path: Path, mode: str) -> None:
+    plain, num_plain = train_compiled(mode, None)
+    ours, num_ours = train_compiled(mode, tmp_path)
+    assert ours == pytest.approx(plain)
+    assert num_ours == num_plain
+    assert load_run(tmp_path).column("perf/model_flop")[-1] == Loop().flop

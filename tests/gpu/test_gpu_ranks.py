@@ -1,0 +1,54 @@
+"""DDP over NCCL: exposed communication from one callback, against the profiler's view of the same job."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flopmeter import load_run
+
+JOB = Path(__file__).with_name("gpu_ddp_job.py")
+
+
+def launch(folder: Path, bucket_mb: int, **environment: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB)]
+    command += [str(folder), str(bucket_mb)]
+    answer = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=280, env={**os.environ, **environment}
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+
+
+@pytest.mark.parametrize("bucket_mb", [1, 25])
+def test_exposed_communication_agrees_with_a_profiled_step(tmp_path: Path, bucket_mb: int) -> None:
+    launch(tmp_path, bucket_mb)
+    run = load_run(tmp_path)
+    shares = [share for share in run.column("perf/exposed_communication_share") if share == share]
+    assert shares, "no step has a share of exposed communication"
+    profiles = [event for event in run.events if event["event"] == "profile" and "communication_s" in event]
+    if not profiles:
+        pytest.skip("no profiled step: see the record's warnings")
+    by_profiler = profiles[-1]["communication_s"] / profiles[-1]["step_s"]
+    by_marks = statistics.median(shares)
+    print(f"bucket {bucket_mb} MB: exposed {by_marks:.1%} by marks, {by_profiler:.1%} by the profiler")
+    assert by_marks == pytest.approx(by_profiler, abs=0.05)
+
+
+def test_with_one_connection_the_overlap_stays(tmp_path: Path) -> None:
+    """Timed events beside collectives can take their overlap away; printed, because it belongs to the machine."""
+    step_s = {}
+    for kind in ("plain", "watched"):
+        launch(tmp_path / kind, 25, CUDA_DEVICE_MAX_CONNECTIONS="1", JOB_KIND=kind)
+        step_s[kind] = json.loads((tmp_path / kind / "step_s.json").read_text())
+    print(
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1: {step_s['plain']:.6f} s a step without us, {step_s['watched']:.6f} s with us"
+    )

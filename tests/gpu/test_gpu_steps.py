@@ -1,0 +1,76 @@
+"""A watched training on a GPU: no wait, the same losses, device times, the right FLOPs, the right verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_loop import Loop, events, waits_allowed, watched
+
+from flopmeter import load_run
+from flopmeter.doctor import counting
+
+NUM_STEPS = 50
+
+
+def test_fifty_watched_steps_never_wait_for_the_device(tmp_path: Path) -> None:
+    loop = Loop()
+    with watched(loop, tmp_path, profile_steps=False) as monitor:
+        losses = loop.losses(NUM_STEPS, monitor)
+    run = load_run(tmp_path)
+    assert list(run.step) == list(range(1, NUM_STEPS + 1))
+    with waits_allowed():
+        assert list(run.column("training/loss")) == pytest.approx([loss.item() for loss in losses])
+
+
+def test_the_losses_are_those_of_a_run_without_us(tmp_path: Path) -> None:
+    plain = Loop().losses(NUM_STEPS)
+    loop = Loop()
+    with watched(loop, tmp_path) as monitor:
+        ours = loop.losses(NUM_STEPS, monitor)
+    with waits_allowed():
+        assert torch.equal(torch.stack(plain), torch.stack(ours))
+
+
+def test_events_time_each_phase_on_the_device(tmp_path: Path) -> None:
+    loop = Loop(width=2048)
+    with watched(loop, tmp_path, detail_every=25, profile_steps=False) as monitor:
+        loop.losses(100, monitor)
+    found = events(tmp_path, "device_time")
+    assert found
+    device_s = found[-1]["device_s"]
+    assert all(device_s[phase] > 0 for phase in ("forward", "backward", "optimizer"))
+    assert device_s["backward"] > device_s["forward"]  # twice the products
+
+
+def test_the_count_of_an_observed_step_is_the_formula(tmp_path: Path) -> None:
+    loop = Loop()
+    with watched(loop, tmp_path) as monitor:
+        loop.losses(NUM_STEPS, monitor)
+    assert load_run(tmp_path).column("perf/model_flop")[-1] == loop.flop
+
+
+def test_a_gpt_with_this_gpus_attention_is_counted_as_by_hand() -> None:
+    with waits_allowed():
+        result = counting.check()
+    assert result.standing == "works", result.says
+
+
+@pytest.mark.parametrize("reads_loss", [False, True], ids=["free running", "with .item()"])
+@pytest.mark.parametrize(
+    ("loop_sizes", "bound"),
+    [({"width": 32, "num_layers": 400, "rows": 8}, "host"), ({"width": 8192, "num_layers": 4, "rows": 8192}, "device")],
+    ids=["thousands of tiny kernels", "a few huge ones"],
+)
+def test_who_waits_for_whom(tmp_path: Path, loop_sizes: dict[str, int], bound: str, reads_loss: bool) -> None:
+    loop = Loop(**loop_sizes)
+    with watched(loop, tmp_path, detail_every=20, profile_steps=False) as monitor:
+        for number in range(1, 61):
+            loss = loop.step()
+            monitor.log_step(number, 0, loss, None, 1e-4)
+            if reads_loss:
+                with waits_allowed():
+                    loss.item()
+    verdicts = [event["verdict"]["bound"] for event in events(tmp_path, "device_time")]
+    assert verdicts[-1] == bound
