@@ -12,9 +12,9 @@ _INTRODUCTION = """\
 
 Made by `python scripts/write_numbers.py > docs/numbers.md` from `src/flopmeter/schema.py`.
 
-A logged `perf/*` value is the aggregate since the last one; the run file has every step. Warm-up, observed and profiled steps
-are recorded with a mark and left out of every aggregate. A number that is not known is absent, never 0. *Ranks* says how the
-values of a job's ranks make the job's: `rank0` takes that of rank 0, which also writes the record.
+A logged `perf/*` value is the aggregate since the last one; the run file has every step. Warm-up, observed and profiled
+steps are recorded with a mark and left out of every aggregate. A number that is not known is absent, never 0. *Ranks*
+says how the values of a job's ranks make the job's: `rank0` takes that of rank 0, which also writes the record.
 """
 _UNITS = {"": "", "1": "share, 0 to 1"}
 
