@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,7 @@ def test_perf_metrics_reach_an_offline_wandb_run(tmp_path: Path, monkeypatch: py
     wandb = pytest.importorskip("wandb", reason="the run is W&B's")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
+    import_module("wandb_service").forget_service()
     try:
         trainer, _ = measured(tmp_path, report_to="wandb")
         summary = dict(wandb.run.summary)
