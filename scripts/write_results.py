@@ -143,7 +143,7 @@ def traces(language: str) -> str:
             f"{result['difference']:.2%}",
             _or_dash(result["mfu"], "{:.2%}"),
         )
-        for result in load("traces")["results"]
+        for result in load("traces")["files"]
     ]
     return table(heads[language], rows)
 

@@ -114,6 +114,9 @@ class TestKernelLaunch:
         lost = find("kernel_launch", tmp_path, plan.but(num_ops=1000)).lost
         assert lost == pytest.approx(25 / 40)
         assert find("kernel_launch", tmp_path, plan.but(num_ops=1000, device="cuda")).lost == pytest.approx(20 / 40)
+        # 200 of them only read values: 4 ms for the others, and a fifth of the gaps stands behind the reads.
+        reading = plan.but(num_ops=1000, facts={"host_syncs": {"aten::_local_scalar_dense": 200}})
+        assert find("kernel_launch", tmp_path, reading).lost == pytest.approx((16 + 4) / 40)
 
     def test_an_update_in_a_loop_is_not_counted(self, tmp_path: Path) -> None:
         plan = PLAN.but(optimizer_s=0.1, facts={"optimizer": "for-loop"})

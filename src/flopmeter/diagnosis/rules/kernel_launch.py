@@ -66,4 +66,5 @@ def _starting_s(evidence: Evidence) -> float:
     if evidence.is_gpu or not evidence.sampled or not evidence.sampled.num_ops > 0:
         return 0.0
     working_s = evidence.seconds_or_zero("matmul_below_peak") + evidence.seconds_or_zero("non_matmul")
-    return max(0.0, min(evidence.num_steps * evidence.sampled.num_ops * OPERATOR_S, working_s))
+    num_working = evidence.sampled.num_ops - sum(evidence.host_syncs.values())  # reading a value is host_sync's
+    return max(0.0, min(evidence.num_steps * num_working * OPERATOR_S, working_s))
