@@ -130,12 +130,15 @@ class Flopmeter(Variant):
         return source.is_measuring or self._monitor._effort.sampling.running is not None
 
     def close(self) -> dict[str, Any]:
-        summary = self._monitor.finish_training()
+        self._monitor.finish_training()
         run = load_run(self._dir)
         exact = count_flops(self.loop.model, next(iter(self.loop.loader))).model_flop
         counted = [value for value in run.column("perf/model_flop") if value == value]
+        mfu = run.column("perf/mfu")
         return {
-            "mean_mfu": summary.get("perf/mfu"),
+            "median_mfu": statistics.median(
+                mfu[at] for at in run.steady()
+            ),  # a mean would hold the other racers' turns
             "flop_error": counted[-1] / exact - 1 if counted else None,
             "own_overhead_share": run.column("perf/overhead_share")[-1],
             "measured": [at for at, marks in run.marks.items() if "warmup" not in marks],
@@ -438,7 +441,7 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
         "by blocks %",
         "+-",
         "steps/s",
-        "mean MFU",
+        "median MFU",
         "memory MB",
         "ms/measured",
         "FLOP error",
@@ -449,7 +452,7 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
         cost_ms = row["ms_per_measurement"]
         table.add_row(
             name, f"{row['total_s']:.1f}", f"{row['overhead_percent']:.2f}", f"{row['by_blocks_percent']:.2f}",
-            f"{row['by_blocks_spread_percent']:.2f}", f"{row['steps_per_s']:.1f}", _percent(row.get("mean_mfu")),
+            f"{row['by_blocks_spread_percent']:.2f}", f"{row['steps_per_s']:.1f}", _percent(row.get("median_mfu")),
             f"{row['extra_memory_mb']:.0f}", "-" if cost_ms is None else f"{cost_ms:.0f}",
             _percent(row.get("flop_error")),
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
     python scripts/make_pictures.py [--seconds 40] [--output docs/pictures]
 
-Needs Chromium and `pip install 'flopmeter[report,serve,torch]' playwright`. Two demo runs are trained, one of them with
+Needs Chromium and `pip install 'flopmeter[serve,torch]' playwright`. Two demo runs are trained, one of them with
 a slow disk planted; a third one is watched while it grows. On a busy machine the runs are slow, and look it.
 """
 
