@@ -151,7 +151,7 @@ def main() -> None:
         folder = Path(name)
         slow, fixed = folder / "slow-disk", folder / "fixed"
         flopmeter("demo", "--seconds", str(arguments.seconds), "-o", slow, "--plant", FAULT, "--json")
-        flopmeter("demo", "--seconds", str(arguments.seconds), "-o", fixed, "--json")
+        flopmeter("demo", "--seconds", str(arguments.seconds), "-o", fixed, "--plant", "none", "--json")
         flopmeter("compare", slow, fixed, "-o", folder / "compare.html")
         text = terminal_output("report", slow).replace(str(slow), "runs/slow-disk")
         report = (slow / "report.html").as_uri()
