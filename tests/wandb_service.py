@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import wandb
 from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
@@ -12,3 +13,5 @@ def forget_service() -> None:
     """The next `wandb.init` starts anew. A service that is gone cannot be told to stop, which is no failure."""
     with contextlib.suppress(OSError, WandbServiceConnectionError):
         wandb.teardown()
+    # W&B leaves the address of its service here for children; a test that restores the environment restores an old one.
+    os.environ.pop("WANDB_SERVICE", None)
