@@ -4,8 +4,10 @@
 
 For each number of ranks one job trains a small model under DDP. Its monitor takes part in the statistics in every other
 block of steps: waits are timed, packets are left and read; in the blocks between it does not. Neighbouring blocks are
-compared, so that a slow moment of the machine hits both; the cost is the median of their ratios minus one. Beside it:
-CPU time of the exchange's thread per interval on rank 0 and on the last rank, and the calls to the store.
+compared, so that a slow moment of the machine hits both; the cost is the median of their ratios minus one, with its
+standard error. Where that is larger than the cost, CPU time says more: what all threads of rank 0 take beyond the
+blocks without statistics, as a share of the blocks' wall time, and the exchange's thread by itself. Beside it the calls
+to the store.
 
 More ranks than this machine has cores for are simulated: what rank 0 does with that many packets, and their size. The
 last line printed is JSON.
@@ -43,6 +45,8 @@ EVERY = 50
 WIDTH, ROWS = 512, 64
 SIMULATED = (1024, 4096, 16384)
 GOAL = 0.002
+SETTLE_S = 0.4
+"""Longer than the output thread sleeps."""
 
 
 class Job:
@@ -67,15 +71,18 @@ class Job:
         monitor._tracker.blocking = self.ranks.blocking if is_on else None
         self.ranks.blocking.attach() if is_on else self.ranks.blocking.detach()
 
-    def block(self) -> float:
-        """Seconds of one interval of steps; ranks begin together."""
+    def block(self) -> tuple[float, float]:
+        """Seconds of one interval of steps, and CPU seconds of this process in it; ranks begin together."""
         dist.barrier()
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(EVERY):
             self.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return time.perf_counter() - start_s
+        wall_s = time.perf_counter() - start_s
+        dist.barrier()  # whoever is still at it, and what our threads have left to do for these steps, counts as CPU
+        time.sleep(SETTLE_S)
+        return wall_s, time.process_time() - start_cpu_s
 
 
 def work(folder: Path, num_steps: int) -> None:
@@ -84,7 +91,7 @@ def work(folder: Path, num_steps: int) -> None:
     dist.init_process_group("gloo")
     job = Job(folder)
     job.block()
-    blocks: dict[bool, list[float]] = {True: [], False: []}
+    blocks: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for pair in range(max(2, num_steps // (2 * EVERY))):
         for is_on in (True, False) if pair % 2 else (False, True):
             job.take_part(is_on)
@@ -105,13 +112,20 @@ def launch(num_ranks: int, num_steps: int) -> dict[str, Any]:
         subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
         answers = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
     first, last = answers[0], answers[-1]
-    ratios = [on / off - 1 for on, off in zip(first["on_s"], first["off_s"], strict=True)]
+    pairs = list(zip(first["on_s"], first["off_s"], strict=True))
+    ratios = [on / off - 1 for (on, _), (off, _) in pairs]
+    quartiles = statistics.quantiles(ratios, n=4)[::2]
     num_intervals = len(ratios)
+    block_s = statistics.median(off for _, (off, _) in pairs)
     return {
         "ranks": num_ranks,
-        "step_ms": statistics.median(first["off_s"]) / EVERY * 1e3,
+        "step_ms": block_s / EVERY * 1e3,
         "added_share": statistics.median(ratios),
-        "added_share_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "added_share_quartiles": quartiles,
+        # Of a median, where the middle half of a normal distribution is 1.35 standard deviations wide.
+        "added_share_error": 1.25 * (quartiles[1] - quartiles[0]) / 1.35 / num_intervals**0.5,
+        "added_cpu_share_rank_0": statistics.median(on - off for (_, on), (_, off) in pairs) / block_s,
+        "thread_share_rank_0": first["thread_s"] / num_intervals / block_s,
         "num_pairs": num_intervals,
         "thread_ms_per_interval_rank_0": first["thread_s"] / num_intervals * 1e3,
         "thread_ms_per_interval_last_rank": last["thread_s"] / num_intervals * 1e3,
@@ -150,12 +164,20 @@ def simulate(num_ranks: int) -> dict[str, Any]:
 def show(measured: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> None:
     console = Console(width=110)
     table = Table(title=f"Statistics every {EVERY} steps")
-    for heading in ("ranks", "step ms", "added %", "quartiles %", "thread ms, rank 0", "thread ms, last rank"):
+    for heading in (
+        "ranks",
+        "step ms",
+        "added %",
+        "error %",
+        "added CPU %",
+        "thread ms, rank 0",
+        "thread ms, last rank",
+    ):
         table.add_column(heading, justify="right")
     for row in measured:
-        low, high = (share * 100 for share in row["added_share_quartiles"])
         table.add_row(
-            str(row["ranks"]), f"{row['step_ms']:.1f}", f"{row['added_share'] * 100:.2f}", f"{low:.2f} to {high:.2f}",
+            str(row["ranks"]), f"{row['step_ms']:.1f}", f"{row['added_share'] * 100:.2f}",
+            f"{row['added_share_error'] * 100:.2f}", f"{row['added_cpu_share_rank_0'] * 100:.2f}",
             f"{row['thread_ms_per_interval_rank_0']:.2f}", f"{row['thread_ms_per_interval_last_rank']:.2f}",
         )  # fmt: skip
     console.print(table)

@@ -78,28 +78,30 @@ def column(table: torch.Tensor, name: str) -> torch.Tensor:
     return table[:, COLUMN[name]]
 
 
-def spread(values: torch.Tensor) -> dict[str, float | int] | None:
-    """Smallest, mean and largest of the known values, and whose the largest is; None when nobody knows."""
-    known = ~torch.isnan(values)
-    if not bool(known.any()):
-        return None
-    largest = torch.where(known, values, -math.inf)
+def spread(table: torch.Tensor) -> dict[str, dict[str, float | int]]:
+    """By quantity: smallest, mean and largest of the known values, and whose the largest is; none that nobody knows.
+
+    All quantities at once: for a few ranks it is the number of operations that costs.
+    """
+    values = torch.stack([column(table, name) for name in QUANTITIES])
+    is_unknown = torch.isnan(values)
+    largest, whose = values.masked_fill(is_unknown, -math.inf).max(1)
+    smallest = values.masked_fill(is_unknown, math.inf).amin(1)
+    found = zip(QUANTITIES, smallest.tolist(), values.nanmean(1).tolist(), largest.tolist(), whose.tolist(), strict=True)
     return {
-        "min": float(torch.where(known, values, math.inf).min()),
-        "mean": float(values[known].mean()),
-        "max": float(largest.max()),
-        "argmax": int(largest.argmax()),
+        name: {"min": low, "mean": mean, "max": high, "argmax": rank}
+        for name, low, mean, high, rank in found
+        if not math.isnan(mean)
     }
 
 
 def describe(table: torch.Tensor, is_missing: torch.Tensor) -> dict[str, Any]:
     """The fields of the record's event `ranks`; those who are missing are left out of it."""
     seen = torch.where(is_missing[:, None], math.nan, table)
-    found = {name: spread(column(seen, name)) for name in QUANTITIES}
     return {
         "world_size": len(table),
         "missing": is_missing.nonzero().flatten().tolist(),
-        "stats": {name: value for name, value in found.items() if value is not None},
+        "stats": spread(seen),
         "own_s_by_rank": _listed(column(seen, "own_s")),
         "num_steps": int(torch.nan_to_num(column(seen, "num_steps")).max()),
     }
