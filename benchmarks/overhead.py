@@ -1,14 +1,17 @@
 """What does the measurement cost? The same small GPT with and without each monitor, interleaved in one process.
 
-    python benchmarks/overhead.py [--steps 300] [--quick]
+    python benchmarks/overhead.py [--steps 300] [--long 1000] [--quick]
 
-Every variant trains the same model in short blocks, taken in turn, so that a slow moment of the machine hits all of
-them; one torch thread, because two on a shared machine vary tenfold. The overhead is the ratio of the median steps plus
-what measured steps took beyond the median one. Means over blocks are beside it: they hold the machine's noise too.
+Every variant trains the same model, three steps at a time and in turn, so that a slow moment of the machine hits all of
+them; one torch thread, because two on a shared machine vary tenfold. A step is compared with the plain loop's step of
+the same turn. The overhead of ours is the median of these differences plus what measured steps took beyond an ordinary
+one; of the others, whose work cannot be told apart, it is the ratio of the total times. Both stand in the table, and
+the standard error of the median. The plain loop, estimate and smart go on to `--long` steps.
 
 The second table is what a step costs when the step itself costs nothing: CPU time of the training thread, CPU of the
-whole process and wall time of a tiny model, on against off. TraceML, if it is installed, runs in a process of its own
-(`peer_traceml.py`), because its patches reach every model of a process.
+whole process and wall time of a tiny model, on against off. The first comes from many short blocks in turn, of which
+`a plain loop` shows the noise; the others from long ones, which leave the background time to finish. TraceML, if it is
+installed, runs in a process of its own (`peer_traceml.py`), because its patches reach every model of a process.
 
 `before` does what careless loops do: a profiled step every 50 steps and a broadcast of the result, `.item()` per
 sample, every metric formatted on every step, the whole log rewritten every 100 steps. The last line printed is JSON.
@@ -45,12 +48,13 @@ from flopmeter import count_flops, load_run, watch
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.text import SyntheticText
 
-BENCHMARK_VERSION = 2
+BENCHMARK_VERSION = 3
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
 BATCH_SIZE = 8
 START_STEPS = 5
 """Steps before the race: the warm-up and the first measured step, whose surplus counts all the same."""
-TINY_BLOCK = 250
+TINY_BLOCK, SHORT_BLOCK = 250, 25
+LONG_VARIANTS = ("baseline", "flopmeter estimate", "flopmeter smart")
 ALL_SINKS = ["console", "tensorboard", "prometheus", "wandb"]
 FREQUENCIES = (1, 10, 50, 100, 500)
 QUICK_VARIANTS = ("baseline", "flopmeter smart", "flopmeter profiler")
@@ -244,7 +248,7 @@ def make_variants() -> dict[str, Callable[[], Variant]]:
     }
 
 
-def race(num_steps: int, block: int, is_quick: bool) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def race(num_steps: int, long: int, block: int, is_quick: bool) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """All variants in turns; a variant that cannot start is left out with the reason."""
     chosen = {name: make for name, make in make_variants().items() if not is_quick or name in QUICK_VARIANTS}
     runs: dict[str, Variant] = {}
@@ -258,40 +262,45 @@ def race(num_steps: int, block: int, is_quick: bool) -> tuple[dict[str, dict[str
             missing[name] = f"{type(error).__name__}: {error}"
             continue
         runs[name].memory_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) / 1024  # type: ignore[attr-defined]
-    for turn in range(num_steps // block):
-        order = list(runs.values())
+    for turn in range(max(num_steps, long) // block):
+        order = [run for name, run in runs.items() if turn * block < num_steps or name in LONG_VARIANTS]
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:
             variant.run(block)
-    return {name: _result(variant, runs["baseline"], block) for name, variant in runs.items()}, missing
+    return {name: _result(variant, runs["baseline"]) for name, variant in runs.items()}, missing
 
 
-def _result(variant: Variant, baseline: Variant, block: int) -> dict[str, Any]:
-    means = [[statistics.fmean(block) for block in racer.blocks[1:]] for racer in (variant, baseline)]
-    ratios = [own / base for own, base in zip(*means, strict=True)]
-    typical_s, base_s = statistics.median(variant.step_s), statistics.median(baseline.step_s)
-    num_steps = len(variant.step_s)
+def _result(variant: Variant, baseline: Variant) -> dict[str, Any]:
+    turns = list(zip(variant.blocks[1:], baseline.blocks[1:], strict=False))  # the baseline goes on longer
+    pairs = [pair for own, base in turns for pair in zip(own, base, strict=False)]  # a measured step comes on top
+    base_s = statistics.median(base for _, base in pairs)
+    steady, error = median_and_error([(own - base) / base_s for own, base in pairs])
+    typical_s, num_steps = base_s * (1 + steady), len(variant.step_s)
     closing = variant.close()
     every_s = [*variant.blocks[0], *variant.step_s]
     measured = [every_s[at] for at in closing.pop("measured", ())]
     longer_s = sum(measured) - typical_s * len(measured)
-    steady = typical_s / base_s - 1
     is_ours = isinstance(variant, Flopmeter) or variant is baseline
-    by_blocks = statistics.median(ratios) - 1
+    by_total = sum(variant.step_s) / num_steps / statistics.fmean(base for _, base in pairs) - 1
     return {
         "steps": num_steps,
         "total_s": sum(variant.step_s),
         "steps_per_s": num_steps / sum(variant.step_s),
         "median_step_ms": typical_s * 1e3,
-        # A peer that works on every step, or every tenth, has no measured steps to set apart: blocks hold all of it.
-        "overhead_percent": (steady + longer_s / (base_s * num_steps) if is_ours else by_blocks) * 100,
+        "overhead_percent": (steady + longer_s / (base_s * num_steps) if is_ours else by_total) * 100,
+        "error_percent": error * 100,
         "steady_percent": steady * 100,
-        "by_blocks_percent": by_blocks * 100,
-        "by_blocks_spread_percent": statistics.pstdev(ratios) * 100,
+        "by_total_percent": by_total * 100,
         "measured_steps": len(measured),
         "ms_per_measurement": longer_s / len(measured) * 1e3 if measured else None,
         "extra_memory_mb": getattr(variant, "memory_mb", None),
         **closing,
     }
+
+
+def median_and_error(values: list[float]) -> tuple[float, float]:
+    """The median, and its standard error: the middle half of a normal distribution is 1.35 deviations wide."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return middle, 1.25 * (high - low) / 1.35 / len(values) ** 0.5
 
 
 class TinyLoop:
@@ -309,6 +318,7 @@ class TinyLoop:
         self.model = self.Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.loader = DataLoader([torch.zeros(4, dtype=torch.long)] * 2 * TINY_BLOCK, batch_size=2)
+        self._batches = iter(self.loader)
         self.step = 0
 
     def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
@@ -317,10 +327,18 @@ class TinyLoop:
     def close(self) -> None:
         """The end."""
 
-    def block(self) -> dict[str, float]:
+    def _batch(self) -> torch.Tensor:
+        try:
+            return next(self._batches)  # type: ignore[no-any-return]
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)  # type: ignore[no-any-return]
+
+    def block(self, num_steps: int) -> dict[str, float]:
         """A block of steps, microseconds per step: CPU of the training thread and of the process, and wall time."""
         before = (time.thread_time(), time.process_time(), time.perf_counter())
-        for ids in self.loader:
+        for _ in range(num_steps):
+            ids = self._batch()
             loss = self.model(input_ids=ids, attention_mask=torch.ones_like(ids))
             loss.backward()
             grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -330,7 +348,7 @@ class TinyLoop:
             self.after_step(loss, grad_norm)
         after = (time.thread_time(), time.process_time(), time.perf_counter())
         names = ("thread_us", "process_us", "wall_us")
-        return {name: (b - a) / TINY_BLOCK * 1e6 for name, a, b in zip(names, before, after, strict=True)}
+        return {name: (b - a) / num_steps * 1e6 for name, a, b in zip(names, before, after, strict=True)}
 
 
 class TinyWatched(TinyLoop):
@@ -375,22 +393,32 @@ def _free_port() -> int:
 
 
 def steady_cost(rounds: int, make: Callable[[], TinyLoop]) -> dict[str, float]:
-    """What a watched step costs beyond a plain one. Blocks alternate; the least disturbed ones are compared too."""
-    loops = {"plain": TinyLoop(), "watched": make()}
-    for loop in loops.values():
-        loop.block()  # the warm-up and the observed step are behind us
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in loops}
-    for _ in range(rounds):
-        for name, loop in loops.items():
-            found[name].append(loop.block())
-            time.sleep(0.3)  # what the background still has to do for these steps is not charged to the next ones
-    loops["watched"].close()
-    result: dict[str, float] = {"steps": float(rounds * TINY_BLOCK)}
-    for key in ("thread_us", "process_us", "wall_us"):
-        plain, watched = ([block[key] for block in found[name]] for name in ("plain", "watched"))
-        result[f"plain_{key}"] = statistics.median(plain)
-        result[f"added_{key}"] = statistics.median(b - a for a, b in zip(plain, watched, strict=True))
-        result[f"added_{key}_least_disturbed"] = min(watched) - min(plain)
+    """What a watched step costs beyond a plain one, blocks of both in turn."""
+    plain, watched = TinyLoop(), make()
+    for loop in (plain, watched):
+        loop.block(2 * TINY_BLOCK)  # the warm-up and the observed step are behind us
+    result: dict[str, float] = {"steps": 0.0}
+    for keys, num_steps, num_pairs, settle_s in (
+        (("thread_us",), SHORT_BLOCK, 15 * rounds, 0.0),
+        (
+            ("process_us", "wall_us"),
+            TINY_BLOCK,
+            rounds // 2,
+            0.3,
+        ),  # the background finishes, and is charged to nobody else
+    ):
+        found: dict[int, list[dict[str, float]]] = {id(plain): [], id(watched): []}
+        for pair in range(max(2, num_pairs)):
+            for loop in (plain, watched) if pair % 2 else (watched, plain):
+                found[id(loop)].append(loop.block(num_steps))
+                time.sleep(settle_s)
+        result["steps"] += len(found[id(watched)]) * num_steps
+        for key in keys:
+            off, on = ([block[key] for block in found[id(loop)]] for loop in (plain, watched))
+            result[f"plain_{key}"] = statistics.median(off)
+            added = [b - a for a, b in zip(off, on, strict=True)]
+            result[f"added_{key}"], result[f"error_{key}"] = median_and_error(added)
+    watched.close()
     result["wall_ratio"] = (result["plain_wall_us"] + result["added_wall_us"]) / result["plain_wall_us"]
     return result
 
@@ -414,6 +442,7 @@ def tiny_costs(rounds: int, is_quick: bool) -> tuple[dict[str, dict[str, float]]
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_SILENT", "true")
     cases: dict[str, Callable[[], dict[str, float]]] = {
+        "a plain loop": lambda: steady_cost(rounds, TinyLoop),
         "flopmeter, no sinks": lambda: steady_cost(rounds, lambda: TinyWatched([])),
     }
     if not is_quick:
@@ -438,8 +467,8 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
     headings = (
         "total s",
         "overhead %",
-        "by blocks %",
         "+-",
+        "by total %",
         "steps/s",
         "median MFU",
         "memory MB",
@@ -451,8 +480,8 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
     for name, row in results.items():
         cost_ms = row["ms_per_measurement"]
         table.add_row(
-            name, f"{row['total_s']:.1f}", f"{row['overhead_percent']:.2f}", f"{row['by_blocks_percent']:.2f}",
-            f"{row['by_blocks_spread_percent']:.2f}", f"{row['steps_per_s']:.1f}", _percent(row.get("median_mfu")),
+            name, f"{row['total_s']:.1f}", f"{row['overhead_percent']:.2f}", f"{row['error_percent']:.2f}",
+            f"{row['by_total_percent']:.2f}", f"{row['steps_per_s']:.1f}", _percent(row.get("median_mfu")),
             f"{row['extra_memory_mb']:.0f}", "-" if cost_ms is None else f"{cost_ms:.0f}",
             _percent(row.get("flop_error")),
         )  # fmt: skip
@@ -462,13 +491,12 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
     per_step_ms, step_ms = results["flopmeter profiler"]["ms_per_measurement"], results["baseline"]["median_step_ms"]
     for every in FREQUENCIES if per_step_ms is not None else ():
         console.print(f"profile every {every:>3} steps -> {max(0.0, per_step_ms) / every / step_ms * 100:.2f} %")
-    tiny_table = Table(title="A steady step of a tiny model: microseconds beyond the plain one (least disturbed block)")
+    tiny_table = Table(title="A steady step of a tiny model: microseconds beyond the plain one (standard error)")
     for heading in ("who", "training thread", "whole process", "wall", "plain step, wall", "wall ratio"):
         tiny_table.add_column(heading, justify="left" if heading == "who" else "right")
     for name, cost in tiny.items():
         cells = [
-            f"{cost[f'added_{key}']:.1f} ({cost[f'added_{key}_least_disturbed']:.1f})"
-            for key in ("thread_us", "process_us", "wall_us")
+            f"{cost[f'added_{key}']:.1f} ({cost[f'error_{key}']:.1f})" for key in ("thread_us", "process_us", "wall_us")
         ]
         tiny_table.add_row(name, *cells, f"{cost['plain_wall_us']:.0f}", f"{cost['wall_ratio']:.3f}")
     console.print(tiny_table)
@@ -481,13 +509,14 @@ def _percent(value: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--long", type=int, default=1000, help="steps of the plain loop, estimate and smart")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    num_steps, block = (4, 2) if arguments.quick else (arguments.steps, 5)
+    num_steps, long, block = (4, 4, 2) if arguments.quick else (arguments.steps, arguments.long, 3)
     with one_process_group():
-        results, missing = race(num_steps, block, arguments.quick)
+        results, missing = race(num_steps, long, block, arguments.quick)
     tiny, not_run = tiny_costs(2 if arguments.quick else 40, arguments.quick)
     show(results, missing | not_run, tiny)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}

@@ -76,14 +76,16 @@ def overhead(language: str) -> str:
     found = load("overhead")["variants"]
     place = 0 if language == "en" else 1
     heads = {
-        "en": ("variant", "overhead", "steps/s", "ms per measured step", "extra memory", "FLOP error"),
-        "zh": ("方式", "开销", "步/秒", "每个被测步毫秒", "额外内存", "FLOP 误差"),
+        "en": ("variant", "steps", "overhead", "steps/s", "MFU", "ms per measured step", "extra memory", "FLOP error"),
+        "zh": ("方式", "步数", "开销", "步/秒", "MFU", "每个被测步毫秒", "额外内存", "FLOP 误差"),
     }
     rows = [
         (
             names[place],
-            f"{found[key]['overhead_percent']:.2f} %",
+            f"{found[key]['steps']}",
+            f"{found[key]['overhead_percent']:.2f} ± {found[key]['error_percent']:.2f} %",
             f"{found[key]['steps_per_s']:.1f}",
+            _or_dash(found[key].get("median_mfu"), "{:.1%}"),
             _or_dash(found[key]["ms_per_measurement"], "{:.0f}"),
             _or_dash(found[key]["extra_memory_mb"], "{:.0f} MB"),
             _or_dash(found[key].get("flop_error"), "{:.2%}"),
@@ -102,7 +104,7 @@ def tiny(language: str) -> str:
     }
     keys = ("thread_us", "process_us", "wall_us")
     rows = [
-        (name, *(f"{cost[f'added_{key}']:.0f} ({cost[f'added_{key}_least_disturbed']:.0f})" for key in keys))
+        (name, *(f"{cost[f'added_{key}']:.0f} ± {cost[f'error_{key}']:.0f}" for key in keys))
         for name, cost in load("overhead")["tiny"].items()
     ]
     return table(heads[language], rows)

@@ -15,7 +15,7 @@ CLOCK = (0, DATA_WAIT, 10_000_000, FORWARD, 50_000_000, BACKWARD, 90_000_000, OP
 
 
 def deliveries(num_steps: int, config: dict[str, Any] | None = None, **values: Any) -> list[Delivery]:
-    digest = Digest(MonitorConfig.load(config))
+    digest = Digest(MonitorConfig.load(config), overhead=lambda: 0.001)
     records = [
         StepRecord(
             index=index,
@@ -23,7 +23,6 @@ def deliveries(num_steps: int, config: dict[str, Any] | None = None, **values: A
             clock=CLOCK,
             values={"step": index + 1, "loss": 2.0, "lr": 0.1, "epoch": 0, "grad_norm": 1.5, **values},
             marks=("warmup",) if index < 3 else (),
-            overhead_share=0.001,
         )
         for index in range(num_steps)
     ]

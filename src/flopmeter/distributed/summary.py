@@ -87,7 +87,9 @@ def spread(table: torch.Tensor) -> dict[str, dict[str, float | int]]:
     is_unknown = torch.isnan(values)
     largest, whose = values.masked_fill(is_unknown, -math.inf).max(1)
     smallest = values.masked_fill(is_unknown, math.inf).amin(1)
-    found = zip(QUANTITIES, smallest.tolist(), values.nanmean(1).tolist(), largest.tolist(), whose.tolist(), strict=True)
+    found = zip(
+        QUANTITIES, smallest.tolist(), values.nanmean(1).tolist(), largest.tolist(), whose.tolist(), strict=True
+    )
     return {
         name: {"min": low, "mean": mean, "max": high, "argmax": rank}
         for name, low, mean, high, rank in found

@@ -36,7 +36,7 @@ from flopmeter.distributed import PATIENCE_S, Ranks
 from flopmeter.errors import ConfigError, FlopmeterError
 from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
-from flopmeter.monitor.digest import Digest, Log, StepRecord, copied_to_host, dataset_values
+from flopmeter.monitor.digest import NOTHING, Digest, Log, StepRecord, copied_to_host, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.header import device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
@@ -49,7 +49,7 @@ from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.record import RunWriter, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
-from flopmeter.schema import PHASES, RUN_FILE
+from flopmeter.schema import PHASES, RUN_FILE, StepMark
 from flopmeter.sinks import SinkContext, check_sinks
 from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
@@ -58,7 +58,6 @@ logger = logging.getLogger("flopmeter")
 
 MAX_FAILURES = 3
 DRAIN_S = 10.0
-_OVERHEAD_EVERY = 16
 
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., None])
@@ -124,15 +123,14 @@ class TrainingMonitor:
         self._rank = 0
         self._ranks: Ranks | None = None
         self._effort = Effort(self.config, flops_profile_freq, self._clock, self._event, self._threads_s)
-        self._digest = Digest(self.config, self._effort.note_step)
+        self._digest = Digest(self.config, self._effort.note_step, self._effort.share)
         self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
         self._pending: deque[StepRecord] = deque()
         self._ended: StepRecord | None = None
-        self._values: dict[str, Any] = {}
+        self._values: Mapping[str, Any] = NOTHING
         self._details_every = self.config.details_every
         self._num_steps = 0
         self._num_failures = 0
-        self._overhead = 0.0
         self._state = "new"
         self._is_failing = False
         self._has_optimizer = optimizer is not None
@@ -201,7 +199,7 @@ class TrainingMonitor:
         )
         timeline = timeline_of(device_of(self._model))
         if timeline is not None:
-            self._tracker.use_device(DeviceTime(timeline, self._event, self.config.details_every))
+            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
@@ -388,40 +386,39 @@ class TrainingMonitor:
     def _end_step(self) -> None:
         if self._state == "new":
             self.start_training()
-        tracker, index = self._tracker, self._num_steps
-        tracker.end_step()
+        tracker, effort, index = self._tracker, self._effort, self._num_steps
+        if tracker.is_evaluating:
+            tracker.end_evaluation()
+        tracker.has_forward = False  # the next one belongs to another step
         if self._ended is not None:
-            self._hand_over({})
-        record = StepRecord(index, time.time(), self._clock.take())
-        if tracker.workloads is not None:
-            record.seen = tracker.workloads.take()
-        record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
-        self._num_steps = index + 1
-        if index < WARMUP_STEPS:
-            record.marks = ("warmup",)
+            self._hand_over(NOTHING)
+        seen = () if tracker.workloads is None else tracker.workloads.take()
+        marks: tuple[StepMark, ...] = ("warmup",) if index < WARMUP_STEPS else ()
+        record = StepRecord(index, time.time(), self._clock.take(), seen, marks)
+        self._num_steps = index = index + 1
+        if tracker.wait_cpu_share is not None:
+            record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
         if tracker.blocking is not None:
             record.blocked_ns = tracker.blocking.take()
         if tracker.device_time is not None:
-            tracker.device_time.end_step(self._num_steps)
-        self._effort.end_step(tracker.source, record, self._num_steps)
-        if self._num_steps % self._details_every == 0:
+            tracker.device_time.end_step(index)
+        if effort.is_measuring:
+            effort.end_step(tracker.source, record, index)
+        if index % self._details_every == 0:
             record.datasets = copied_to_host(self._datasets.take())
-        if index % _OVERHEAD_EVERY == 0:
-            self._overhead = self._effort.share()
-        record.overhead_share = self._overhead
         self._ended = record
         if self._values:
             self._hand_over(self._values)
-            self._values = {}
-        if self._effort.is_time(self._num_steps):
-            self._effort.begin_step(tracker.source, self._model, self._num_steps)
+            self._values = NOTHING
+        if index >= effort.schedule.next_step or index >= effort.sampling.plan.next_step:
+            effort.begin_step(tracker.source, self._model, index)
 
     def _hand_over(self, values: Mapping[str, Any]) -> None:
         assert self._ended is not None
         record, self._ended = self._ended, None
         record.values = values
-        if not self._pending and record.is_ready():
-            self._put(record)
+        if not self._pending and self._worker is not None and record.is_ready():
+            self._worker.put(record)
             return
         self._pending.append(record)
         while self._pending and self._pending[0].is_ready():

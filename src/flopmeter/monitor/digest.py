@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import Lock
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
@@ -21,13 +24,14 @@ if TYPE_CHECKING:
     from flopmeter.distributed import Ranks
     from flopmeter.monitor.measuring import FlopSource
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+_OVERHEAD_EVERY = 16
 _EXPOSED = "perf/exposed_communication_share"
 _BASIC = ("global_step", "training/loss", "training/lr", "training/epoch")
 
 
-@dataclass(slots=True)
-class StepRecord:
-    """One step as the training thread left it: nothing is computed, nothing is read yet."""
+class StepRecord(Struct):
+    """One step as the training thread left it: nothing is computed, nothing is read yet. Made on every step."""
 
     index: int
     """Steps of this process before it."""
@@ -39,10 +43,8 @@ class StepRecord:
     """What the model was given, micro-batch by micro-batch."""
     marks: tuple[StepMark, ...] = ()
     """Why it does not represent the run."""
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = NOTHING
     """What `log_step` was told."""
-    overhead_share: float = 0.0
-    """What flopmeter itself had used up to here."""
     blocked_ns: Sequence[int] | None = None
     """Time blocked in collectives, by phase; None where there are none or the host cannot tell."""
     datasets: Taken | None = None
@@ -52,11 +54,8 @@ class StepRecord:
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""
-        for name in ("loss", "grad_norm"):
-            value = self.values.get(name)
-            if type(value) is LateNumber and not value.is_ready():
-                return False
-        return True
+        late = (self.values.get("loss"), self.values.get("grad_norm"))
+        return all(value.is_ready() for value in late if type(value) is LateNumber)
 
 
 def copied_to_host(taken: Taken | None) -> Taken | None:
@@ -91,13 +90,24 @@ class Digest:
     """Makes the lines of the run file and the logs of the sinks.
 
     A logged perf value is the aggregate since the last one, over steps that represent the run.
+
+    Args:
+        on_step: Told the metrics of every step that represents the run.
+        overhead: What flopmeter itself has used so far, as a share of the wall time.
     """
 
-    def __init__(self, config: MonitorConfig, on_step: Callable[[Mapping[str, float]], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: MonitorConfig,
+        on_step: Callable[[Mapping[str, float]], None] | None = None,
+        overhead: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.source: FlopSource | None = None
         self.ranks: Ranks | None = None
         self.last_step = 0
         self._on_step = on_step
+        self._overhead = overhead
+        self._overhead_share = 0.0
         self._basic_every = config.basic_every
         self._details_every = config.details_every
         self._window = Window()
@@ -199,7 +209,9 @@ class Digest:
         extra = values.get("extra")
         if extra:
             metrics |= {key: float(value) for key, value in extra.items() if isinstance(value, (int, float))}
-        metrics["perf/overhead_share"] = item.overhead_share
+        if item.index % _OVERHEAD_EVERY == 0:
+            self._overhead_share = self._overhead()
+        metrics["perf/overhead_share"] = self._overhead_share
         if item.blocked_ns is not None and step_s > 0:
             metrics[_EXPOSED] = item.blocked_ns[BACKWARD] / 1e9 / step_s
         if item.wait_cpu_share is not None:

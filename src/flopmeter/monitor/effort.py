@@ -39,6 +39,8 @@ class Effort:
     ) -> None:
         self.own_ns = 0
         """Time of our calls on the training thread, measurements apart."""
+        self.is_measuring = False
+        """Whether something may be running through this step, for `end_step` to close."""
         self._config = config
         self._argument = flops_profile_freq
         self._clock = clock
@@ -70,6 +72,7 @@ class Effort:
     def end_step(self, source: FlopSource | None, record: StepRecord, num_steps: int) -> None:
         """Close what ran through this step, and learn from it. Reading it is our time, not the next step's."""
         is_counted = source is not None and source.is_measuring
+        self.is_measuring = False
         if not is_counted and self.sampling.running is None:
             return
         step_s = split(record.clock).step_ns / 1e9
@@ -92,12 +95,10 @@ class Effort:
         run_s = time.monotonic() - self._started_s
         if source.measures and self.schedule.is_due(num_steps, run_s, self.own_ns / 1e9 + self._threads_s()):
             source.start()
+            self.is_measuring = True
         elif self.sampling.plan.is_due(num_steps, run_s, self.share() * run_s):
             self.sampling.start(model, num_steps)
-
-    def is_time(self, num_steps: int) -> bool:
-        """Whether `begin_step` is worth a call: two comparisons, because it is asked on every step."""
-        return num_steps >= self.schedule.next_step or num_steps >= self.sampling.plan.next_step
+            self.is_measuring = True
 
     def share(self) -> float:
         """Share of the wall time since the start that all of us took."""

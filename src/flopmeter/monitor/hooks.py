@@ -18,6 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
+_graph_task = torch._C._current_graph_task_id
+"""Inside a backward pass its number, elsewhere -1."""
+
 
 class ForwardListener(Protocol):
     """Whoever wants to know of forward passes. Methods must not raise."""
@@ -141,7 +144,7 @@ class _Hook:
 class _ForwardHook(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Checkpointing calls the model again from inside the backward pass: that is no new batch.
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if _graph_task() != -1 or torch.compiler.is_compiling():
             return
         if torch.is_grad_enabled():
             self._listener.on_forward(args, kwargs)
@@ -151,7 +154,7 @@ class _ForwardHook(_Hook):
 
 class _ForwardEndHook(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1 and torch.is_grad_enabled():
+        if _graph_task() == -1 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._listener.on_forward_end()
 
 
@@ -163,7 +166,7 @@ class _OptimizerHook:
         self._call_in_backward = call_in_backward
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if _graph_task() == -1:
             self._call()
         else:  # stepped parameter by parameter: the step ends when the backward pass returns
             self._call_in_backward()
@@ -190,7 +193,7 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
     thread = threading.get_ident()
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1 or threading.get_ident() != thread:
+        if _graph_task() != -1 or threading.get_ident() != thread:
             return original(*args, **kwargs)
         listener.on_backward(args[0] if args else kwargs.get("tensors"))
         try:

@@ -10,10 +10,8 @@ from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.workloads import WorkloadReader
-from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
 
-_NAMES = (*PHASES, "pause")
 _LOOK_EVERY = 7
 """Waits for data from one whose CPU time is looked at to the next: the thread's clock costs as much as all marks."""
 
@@ -36,7 +34,7 @@ class StepTracker:
         event: Callable[..., None],
     ) -> None:
         self.clock = PhaseClock()
-        self._mark: Callable[[int], None] = self.clock.switch
+        self._note = self.clock.note
         self.source: FlopSource | None = None
         self.workloads: WorkloadReader | None = None
         self.device_time: DeviceTime | None = None
@@ -53,36 +51,33 @@ class StepTracker:
         """Whether the running step has had a forward pass of training."""
         self._has_stepped_in_backward = False
         self._is_first = True
-        self._evaluating_since_ns: int | None = None
+        self.is_evaluating = False
+        """Whether the model was last called without gradients."""
+        self._evaluating_since_ns = 0
         self.wait_cpu_share: float | None = None
         """Share of the last wait for data that was looked at in which this thread computed."""
         self._num_waits = 0
         self._waiting_since: tuple[int, int] | None = None
 
-    def use_device(self, device_time: DeviceTime) -> None:
-        """Mark the phases on the device as well."""
-        self.device_time = device_time
-
-        def mark_both(phase: int) -> None:
-            self.clock.switch(phase)
-            device_time.mark(_NAMES[phase])
-
-        self._mark = mark_both
-
     def on_wait(self) -> None:
         if self.is_paused:
             return
-        if self._evaluating_since_ns is not None:
+        if self.is_evaluating:
             self.end_evaluation()
-        self._mark(DATA_WAIT)
+        self._note((perf_counter_ns(), DATA_WAIT))
+        if self.device_time is not None:
+            self.device_time.mark("data_wait")
         self._num_waits += 1
         if self._num_waits == _LOOK_EVERY:
             self._num_waits = 0
+            self.clock.bound()
             self._waiting_since = perf_counter_ns(), thread_time_ns()
 
     def on_batch(self) -> None:
         if not self.is_paused:
-            self._mark(HOST_TO_DEVICE)
+            self._note((perf_counter_ns(), HOST_TO_DEVICE))
+            if self.device_time is not None:
+                self.device_time.mark("host_to_device")
         if self._waiting_since is not None:
             wall_ns, cpu_ns = perf_counter_ns() - self._waiting_since[0], thread_time_ns() - self._waiting_since[1]
             self._waiting_since = None
@@ -91,12 +86,16 @@ class StepTracker:
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._is_first:
             self._begin()
-        if self._evaluating_since_ns is not None:
+        if self.is_evaluating:
             self.end_evaluation()
-        self._mark(FORWARD)
+        self._note((perf_counter_ns(), FORWARD))
+        if self.has_forward:  # another micro-batch, or a loop that never steps
+            self.clock.bound()
         self.has_forward = True
-        if self.device_time is not None and self.device_time.is_capturing():
-            return  # to look into the batch would spoil the user's graph
+        if self.device_time is not None:
+            self.device_time.mark("forward")
+            if self.device_time.is_capturing():
+                return  # to look into the batch would spoil the user's graph
         if self.workloads is not None:
             try:
                 self.workloads.see(args, kwargs)
@@ -110,23 +109,30 @@ class StepTracker:
         self._is_first = False
 
     def on_forward_end(self) -> None:
-        self.clock.switch(OTHER)  # no mark on the device: what the loss takes belongs to forward there
+        self._note((perf_counter_ns(), OTHER))  # not on the device: what the loss takes belongs to forward there
 
     def on_evaluation(self) -> None:
         is_known = self.is_paused or not self.finds_evaluation
-        if self._evaluating_since_ns is None and not is_known and not self._is_first:  # before a step it is start-up
+        if not self.is_evaluating and not is_known and not self._is_first:  # before a step it is start-up
+            self.is_evaluating = True
             self._evaluating_since_ns = perf_counter_ns()
-            self._mark(PAUSE)
+            self._note((self._evaluating_since_ns, PAUSE))
+            if self.device_time is not None:
+                self.device_time.mark("pause")
 
     def on_backward(self, roots: Any) -> None:
-        self._mark(BACKWARD)
+        self._note((perf_counter_ns(), BACKWARD))
+        if self.device_time is not None:
+            self.device_time.mark("backward")
         if self.blocking is not None:
             self.blocking.on_backward(roots)
 
     def on_backward_end(self) -> None:
         if self.blocking is not None:
             self.blocking.on_backward_end()
-        self._mark(OTHER)
+        self._note((perf_counter_ns(), OTHER))
+        if self.device_time is not None:
+            self.device_time.mark("other")
         if self._has_stepped_in_backward:
             self._has_stepped_in_backward = False
             self._on_step()
@@ -135,10 +141,12 @@ class StepTracker:
         self._has_stepped_in_backward = True
 
     def on_optimizer(self) -> None:
-        self._mark(OPTIMIZER)
+        self._note((perf_counter_ns(), OPTIMIZER))
+        if self.device_time is not None:
+            self.device_time.mark("optimizer")
 
     def on_optimizer_end(self, is_step_over: bool | None = None) -> None:
-        self.clock.switch(OTHER)
+        self._note((perf_counter_ns(), OTHER))
         if self.has_forward if is_step_over is None else is_step_over:  # several optimizers in a row: one step
             self._on_step()
 
@@ -146,21 +154,10 @@ class StepTracker:
         """A gradient scaler has kept the optimizer from stepping: the step counts, and the record says so."""
         self._event("skipped_step")
 
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether the model was last called without gradients."""
-        return self._evaluating_since_ns is not None
-
     def end_evaluation(self) -> None:
         """The loop trains again: what lay between was a pause."""
-        if self._evaluating_since_ns is not None:
+        if self.is_evaluating:
             duration_s = (perf_counter_ns() - self._evaluating_since_ns) / 1e9
-            self._evaluating_since_ns = None
+            self.is_evaluating = False
             self.clock.switch(OTHER)
             self._event("pause", name="eval", duration_s=duration_s)
-
-    def end_step(self) -> None:
-        """The step is over: the next forward pass belongs to another."""
-        if self._evaluating_since_ns is not None:
-            self.end_evaluation()
-        self.has_forward = False

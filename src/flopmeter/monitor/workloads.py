@@ -14,7 +14,6 @@ _VALUES_MATTER = (
     "attention_mask", "position_ids", "image_grid_thw", "video_grid_thw", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
     "decoder_attention_mask", "decoder_position_ids",
 )  # fmt: skip
-_MASK_ONLY = ("attention_mask",)
 _BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
 MAX_SHAPES = 512
 
@@ -48,6 +47,21 @@ _by_lengths: dict[tuple[Any, ...], Workload] = {}
 Seen = Workload | Lengths | LateWorkload
 
 
+class _Telling(NamedTuple):
+    """What the names of a call say of it; looked at once for each set of names."""
+
+    names: tuple[str, ...]
+    """Those whose values matter."""
+    is_text_with_mask: bool
+    """Whether lengths are all that there is to know."""
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], needs: Needs) -> _Telling:
+        telling = tuple(name for name in _VALUES_MATTER if name in names)
+        is_text = "input_ids" in names and not needs.has_decoder and not any(name in names for name in _BESIDE_TEXT)
+        return cls(telling, is_text and telling == ("attention_mask",))
+
+
 class WorkloadReader:
     """Collects the workloads of a step's micro-batches.
 
@@ -57,7 +71,7 @@ class WorkloadReader:
 
     def __init__(self, needs: Needs) -> None:
         self._needs = needs
-        self._telling: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._telling: dict[tuple[str, ...], _Telling] = {}
         self._by_shape: dict[tuple[Any, ...], Workload] = {}
         self._seen: list[Seen] = []
 
@@ -66,10 +80,15 @@ class WorkloadReader:
         names = tuple(kwargs)
         telling = self._telling.get(names)
         if telling is None:
-            telling = self._telling[names] = tuple(name for name in _VALUES_MATTER if name in kwargs)
-        if telling == _MASK_ONLY and kwargs["attention_mask"] is not None:
-            self._seen.append(self._masked(kwargs["attention_mask"], kwargs))
-        elif telling and any(kwargs[name] is not None for name in telling):
+            telling = self._telling[names] = _Telling.of(names, self._needs)
+        if telling.is_text_with_mask:
+            ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
+            if isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor):
+                shape = mask.shape
+                if shape == ids.shape:
+                    self._seen.append(self._lengths(mask, shape[1]))
+                    return
+        if telling.names and any(kwargs[name] is not None for name in telling.names):
             self._seen.append(self._late(kwargs))
         else:
             self._seen.append(self._of_shapes(args, kwargs))
@@ -83,12 +102,6 @@ class WorkloadReader:
                 self._by_shape[key] = known
         return known
 
-    def _masked(self, mask: Any, kwargs: Mapping[str, Any]) -> Seen:
-        ids = kwargs.get("input_ids")
-        is_plain = isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor) and mask.shape == ids.shape
-        is_text = is_plain and not self._needs.has_decoder and all(kwargs.get(name) is None for name in _BESIDE_TEXT)
-        return self._lengths(mask) if is_text else self._late(kwargs)
-
     def _late(self, kwargs: Mapping[str, Any]) -> Seen:
         late = late_workload(kwargs, self._needs)
         return replace(late, unread={name: to_host(value) for name, value in late.unread.items()})
@@ -96,11 +109,11 @@ class WorkloadReader:
     def see_mask(self, mask: torch.Tensor) -> None:
         """The mask of a batch that the model was given without it; with several micro-batches it is nobody's."""
         if mask.dim() == 2 and len(self._seen) <= 1:
-            self._seen = [self._lengths(mask)]
+            self._seen = [self._lengths(mask, mask.shape[1])]
 
-    def _lengths(self, mask: torch.Tensor) -> Lengths:
+    def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
         tensor = mask if mask.is_cpu else to_host(mask.sum(1))
-        return Lengths(tensor, mask.shape[1], self._needs, tensor._version)
+        return Lengths(tensor, padded_to, self._needs, tensor._version)
 
     def take(self) -> list[Seen]:
         """What was seen since the last call."""

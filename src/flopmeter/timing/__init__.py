@@ -36,12 +36,14 @@ class PhaseClock:
         now_ns: The clock; tests pass a fake one.
     """
 
-    __slots__ = ("_is_started", "_marks", "_now_ns")
+    __slots__ = ("_is_started", "_marks", "_now_ns", "note")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._now_ns = now_ns
-        self._marks = [now_ns(), OTHER]
+        self._marks = [now_ns(), OTHER]  # one list for good: `note` is bound to it
         self._is_started = False
+        self.note: Callable[[tuple[int, int]], None] = self._marks.extend
+        """`switch` without a call in between: takes the clock and the phase that begins. `bound` goes with it."""
 
     @property
     def current(self) -> int:
@@ -55,18 +57,21 @@ class PhaseClock:
             self._marks[-2] = self._now_ns()
 
     def switch(self, phase: int) -> None:
-        """Let another phase begin. The hot path."""
-        marks = self._marks
-        marks += (self._now_ns(), phase)
-        if len(marks) > MAX_MARKS:
-            self._marks = _shortened(marks)
+        """Let another phase begin."""
+        self.note((self._now_ns(), phase))
+        self.bound()
+
+    def bound(self) -> None:
+        """Add marks up when there are too many: a loop that never steps must not fill the memory."""
+        if len(self._marks) > MAX_MARKS:
+            self._marks[:] = _shortened(self._marks)
 
     def take(self) -> list[int]:
         """Close the step and give its marks, for `split`; the phase that runs goes on into the next one."""
         now_ns, marks = self._now_ns(), self._marks
-        self._marks = [now_ns, marks[-1]]
-        marks.append(now_ns)
-        return marks
+        taken = [*marks, now_ns]
+        marks[:] = now_ns, marks[-1]
+        return taken
 
     @contextmanager
     def phase(self, phase: int) -> Iterator[None]:
@@ -102,7 +107,7 @@ def split(marks: Sequence[int]) -> StepTime:
 
 
 def _shortened(marks: list[int]) -> list[int]:
-    """The same step in a few marks, as if each phase had run once: a loop that never steps must not fill the memory."""
+    """The same step in a few marks, as if each phase had run once."""
     totals_ns = [0] * (PAUSE + 1)
     for at in range(0, len(marks) - 3, 2):
         totals_ns[marks[at + 1]] += marks[at + 2] - marks[at]
