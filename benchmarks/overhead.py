@@ -168,6 +168,10 @@ class ScheduledProfiler(Variant):
         self.loop.train_step()
         self._profiler.step()
 
+    @property
+    def is_measuring(self) -> bool:
+        return self._profiler.current_action is not torch.profiler.ProfilerAction.NONE  # two at once crash torch
+
     def close(self) -> dict[str, Any]:
         self._profiler.stop()
         return {}

@@ -1,6 +1,6 @@
-"""Which figures does the README show? Those of `benchmarks/results/`, put between its markers:
+"""Which figures do the READMEs and docs/results.md show? Those of `benchmarks/results/`, put between markers:
 
-    python scripts/write_results.py            # rewrite README.md and README.zh-CN.md
+    python scripts/write_results.py            # rewrite them
     python scripts/write_results.py --check    # exit 1 when they say something else
 
 A block begins with `<!-- results: NAME -->` and ends with `<!-- end of results -->`; what stands between is replaced.
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-READMES = {"en": ROOT / "README.md", "zh": ROOT / "README.zh-CN.md"}
+PAGES = {ROOT / "README.md": "en", ROOT / "README.zh-CN.md": "zh", ROOT / "docs" / "results.md": "en"}
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 COUNTERS = {
@@ -93,7 +93,10 @@ def overhead(language: str) -> str:
         for key, names in VARIANTS.items()
         if key in found
     ]
-    return table(heads[language], rows)
+    profiled_ms, step_ms = found["flopmeter profiler"]["ms_per_measurement"], found["baseline"]["median_step_ms"]
+    shares = ", ".join(f"{every}: {profiled_ms / every / step_ms:.2%}" for every in (1, 10, 50, 100, 500))
+    says = {"en": "A profiled step every N steps costs", "zh": "每 N 步剖析一步的开销"}
+    return table(heads[language], rows) + f"\n{says[language]} {shares}.\n"
 
 
 def tiny(language: str) -> str:
@@ -128,7 +131,25 @@ def planted(language: str) -> str:
         said = ", ".join(f"{verdict} {num}" for verdict, num in sorted(row.items(), key=lambda item: -item[1]))
         ratio = found["gains"].get(name, {}).get("predicted_over_real")
         rows.append((name, said, _or_dash(ratio, "{:.2f}")))
-    return table(heads[language], rows)
+    return table(heads[language], rows) + "\n" + _planted_summary(found, language)
+
+
+def _planted_summary(found: dict[str, Any], language: str) -> str:
+    """The same in a sentence."""
+    of = {key: tuple(value) for key, value in found.items() if isinstance(value, list) and key != "outcomes"}
+    right, total = of["right"]
+    lines = {
+        "en": "First verdict right in {} of {} runs ({:.1%}; {} of {} on models that thresholds were not set on); false"
+        " alarms in {} of {} healthy runs; with two faults at once, one of them named first in {} of {}; gain"
+        " within 30 % for {} of {} plants. Of the short runs that were each fault's healthy twin, {} of {} were called"
+        " something else than healthy. Every run lasted at least {:g} s.\n",
+        "zh": "首个诊断在 {}/{} 次中正确（{:.1%}；在未用于设定阈值的模型上为 {}/{}）；健康运行的误报为 {}/{}；"
+        "同时植入两个故障时，{}/{} 次首先说出其中之一；{}/{} 种故障的预测收益在 30% 以内。"
+        "每个故障旁的健康对照短运行中，{}/{} 次未被判为健康。每次运行至少 {:g} 秒。\n",
+    }
+    keys = ("right_where_not_tuned", "false_alarms", "right_pairs", "plants_with_right_gain", "twin_false_alarms")
+    numbers = [number for key in keys for number in of[key]]
+    return lines[language].format(right, total, right / total, *numbers, found["seconds"])
 
 
 def traces(language: str) -> str:
@@ -168,8 +189,94 @@ def report(language: str) -> str:
     return table(heads[language], rows)
 
 
+def counts(language: str) -> str:
+    """Seconds to count a large model on shapes."""
+    found = load("count_speed")["results"]
+    heads = {
+        "en": ("one training step of", "flopmeter, s", "FlopCounterMode, s", "memory"),
+        "zh": ("一个训练步", "flopmeter 秒", "FlopCounterMode 秒", "内存"),
+    }
+    rows = [
+        (
+            model,
+            f"{by['flopmeter']['count_s']:.1f}",
+            _or_dash(by.get("FlopCounterMode", {}).get("count_s"), "{:.1f}"),
+            f"{by['flopmeter']['peak_rss_mb']:.0f} MB",
+        )
+        for model, by in found.items()
+    ]
+    return table(heads[language], rows)
+
+
+def published(language: str) -> str:
+    """Published runs that the conventions give back."""
+    found = load("published")
+    lines = {
+        "en": "Published: of {rows} runs, {recomputable} give all that a recomputation needs; {within} of them come out"
+        " within 0.5 % of what their authors say, {disagreeing} ({share:.1%}) do not.\n",
+        "zh": "已发表：{rows} 条运行中，{recomputable} 条给出了重算所需的一切；"
+        "其中 {within} 条与作者所述相差 0.5% 以内，{disagreeing} 条（{share:.1%}）不符。\n",
+    }
+    return lines[language].format(
+        rows=found["rows"], recomputable=found["recomputable"], within=found["within_0.5_percent"],
+        disagreeing=found["disagreeing"], share=found["disagreeing_share"],
+    )  # fmt: skip
+
+
+def ranks(language: str) -> str:
+    """What rank statistics add to a step."""
+    heads = {
+        "en": ("ranks", "step", "added wall time", "added CPU of rank 0", "thread of rank 0, per 50 steps"),
+        "zh": ("rank 数", "步长", "增加的墙钟", "rank 0 增加的 CPU", "rank 0 线程，每 50 步"),
+    }
+    rows = [
+        (
+            str(row["ranks"]),
+            f"{row['step_ms']:.0f} ms",
+            f"{row['added_share'] * 100:.2f} ± {row['added_share_error'] * 100:.2f} %",
+            f"{row['added_cpu_share_rank_0']:.2%}",
+            f"{row['thread_ms_per_interval_rank_0']:.1f} ms",
+        )
+        for row in load("distributed")["measured"]
+    ]
+    return table(heads[language], rows)
+
+
+def in_short(language: str) -> str:
+    """What the README says of the tables that only docs/results.md has, a line each."""
+    sizes = load("count_speed")["results"]["llama-3-405b"]["flopmeter"]
+    traces_found = load("traces")["files"]
+    faster = [found["process_s"]["hta"] / found["process_s"]["ours"] for found in traces_found]
+    smaller = [found["rss_mb"]["hta"] / found["rss_mb"]["ours"] for found in traces_found]
+    longest = max((r for r in load("report")["results"] if r["num_ranks"] == 1), key=lambda found: found["num_steps"])
+    job = load("distributed")["measured"]
+    lines = {
+        "en": (
+            "- Count: one training step of Llama-3-405B on shapes in {:.1f} s and {:.0f} MB.\n"
+            "- Traces: shares as HolisticTraceAnalysis gives them, {:.1f} to {:.1f} times as fast, in {:.1f} to {:.1f}"
+            " times less memory.\n"
+            "- Report: {:,} steps in {:.0f} s and {:.0f} MB, a page of {:.1f} MB.\n"
+            "- Rank statistics every 50 steps: {} of wall time.\n"
+        ),
+        "zh": (
+            "- 计数：Llama-3-405B 的一个训练步只用形状，{:.1f} 秒，{:.0f} MB。\n"
+            "- Trace：占比与 HolisticTraceAnalysis 一致，快 {:.1f} 到 {:.1f} 倍，内存少 {:.1f} 到 {:.1f} 倍。\n"
+            "- 报告：{:,} 步用 {:.0f} 秒和 {:.0f} MB，页面 {:.1f} MB。\n"
+            "- 每 50 步一次的 rank 统计占墙钟时间：{}。\n"
+        ),
+    }
+    added = ", ".join(
+        f"{row['added_share'] * 100:.2f} ± {row['added_share_error'] * 100:.2f} % ({row['ranks']} ranks)" for row in job
+    )
+    return f"- {published(language)}" + lines[language].format(
+        sizes["count_s"], sizes["peak_rss_mb"], min(faster), max(faster), min(smaller), max(smaller),
+        longest["num_steps"], longest["report_s"], longest["peak_rss_mb"], longest["page_mb"], added,
+    )  # fmt: skip
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": accuracy, "overhead": overhead, "tiny": tiny, "planted": planted, "traces": traces, "report": report,
+    "counts": counts, "published": published, "ranks": ranks, "in_short": in_short,
 }  # fmt: skip
 
 
@@ -178,16 +285,16 @@ def _or_dash(value: float | None, pattern: str) -> str:
 
 
 def rewritten(text: str, language: str) -> str:
-    """A README with its tables made anew."""
+    """A page with its tables made anew."""
     return BLOCK.sub(lambda block: block[1] + TABLES[block[2]](language) + block[3], text)
 
 
 def main() -> int:
     """Rewrite, or compare."""
-    texts = {path: rewritten(path.read_text("utf-8"), language) for language, path in READMES.items()}
+    texts = {path: rewritten(path.read_text("utf-8"), language) for path, language in PAGES.items()}
     stale = [path.name for path, text in texts.items() if text != path.read_text("utf-8")]
     if "--check" in sys.argv[1:]:
-        print(f"stale: {', '.join(stale)}" if stale else "the READMEs show the results on file")
+        print(f"stale: {', '.join(stale)}" if stale else "the pages show the results on file")
         return int(bool(stale))
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-MAP_ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+MAP_ROW = re.compile(r"^\| (`[^|]+`) \|", re.MULTILINE)
 
 
 def tracked_files() -> list[str]:
@@ -27,7 +27,7 @@ def mapped(readme: str) -> list[str]:
     section = re.split(r"^## ", readme, flags=re.MULTILINE)
     maps = [part for part in section if part.startswith(("File map", "文件地图"))]
     assert len(maps) == 1, "the README has one section with the file map"
-    return MAP_ROW.findall(maps[0])
+    return [path for cell in MAP_ROW.findall(maps[0]) for path in re.findall(r"`([^`]+)`", cell)]
 
 
 def unmapped(paths: list[str], files: list[str]) -> list[str]:

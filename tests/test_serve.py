@@ -29,7 +29,7 @@ from flopmeter.serve.glance import TAIL_BYTES, Glance, glance_at
 from flopmeter.serve.guard import is_loopback
 from flopmeter.serve.pages import ago, trend
 from flopmeter.serve.shelf import Shelf
-from flopmeter.serve.tail import MAX_LINES_WITHOUT_HEADER, Tail
+from flopmeter.serve.tail import Tail
 from made_runs import HEADER, STARTED_AT, run_lines, step_line, write_run
 
 pytest.importorskip("starlette", reason="starlette is not installed")

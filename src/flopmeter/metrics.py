@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flopmeter.schema import PHASES
@@ -64,12 +64,14 @@ class Window:
 
     __slots__ = ("_counts", "_flop", "_num_steps", "_phase_s", "_wall_s")
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Iterable[Step] = ()) -> None:
         self._num_steps = 0
         self._wall_s = 0.0
         self._counts: list[int | None] = [0] * len(_COUNTS)
         self._flop: list[dict[str, float] | None] = [{} for _ in _FLOP]
         self._phase_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        for step in steps:
+            self.add(step)
 
     def __len__(self) -> int:
         return self._num_steps
@@ -83,8 +85,14 @@ class Window:
         for place, count in enumerate((step.tokens, step.tokens_processed, step.samples)):
             total = self._counts[place]
             self._counts[place] = None if count is None or total is None else total + count
+        totals = self._flop
         for place, flop in enumerate((step.model_flop, step.hardware_flop, step.processed_flop)):
-            self._flop[place] = _plus(self._flop[place], flop)
+            total_flop = totals[place]
+            if flop is None or total_flop is None:
+                totals[place] = None
+                continue
+            for dtype, amount in flop.items():
+                total_flop[dtype] = total_flop.get(dtype, 0.0) + amount
 
     def compute(self, peak_flop_per_s: Mapping[str, float], num_devices: float = 1) -> dict[str, float]:
         """The window's metrics; what is not known for every step of it is left out."""
@@ -115,14 +123,6 @@ _COUNTS = ("perf/tokens_per_second", "perf/tokens_processed_per_second", "perf/s
 _FLOP = ("perf/mfu", "perf/hfu", "perf/mfu_processed")
 """Metrics that are FLOPs over peak and time, in the order of the step's fields."""
 _SHARES = tuple((phase, f"perf/{phase}_share") for phase in PHASES)
-
-
-def _plus(total: dict[str, float] | None, flop: Mapping[str, float] | None) -> dict[str, float] | None:
-    if total is None or flop is None:
-        return None
-    for dtype, amount in flop.items():
-        total[dtype] = total.get(dtype, 0.0) + amount
-    return total
 
 
 def summarise(columns: Mapping[str, Sequence[float]], steady: Sequence[int]) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from flopmeter.monitor.measuring import FlopSource
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+MAX_UNASKED = 1000
+"""Steps that `latest` adds up at most."""
 _OVERHEAD_EVERY = 16
 _EXPOSED = "perf/exposed_communication_share"
 _BASIC = ("global_step", "training/loss", "training/lr", "training/epoch")
@@ -110,10 +112,9 @@ class Digest:
         self._overhead_share = 0.0
         self._basic_every = config.basic_every
         self._details_every = config.details_every
-        self._window = Window()
+        self._since_log: list[Step] = []
+        self._since_asked: deque[Step] = deque(maxlen=MAX_UNASKED)
         self._exposed_s: list[float] = []
-        self._unasked = Window()
-        self._lock = Lock()
         self._productive_s = 0.0
         self._first_s: float | None = None
 
@@ -122,29 +123,26 @@ class Digest:
             return Delivery(item.line, item.step, item.metrics, item.metrics)
         time_ = split(item.clock)
         peaks = self.source.peaks if self.source is not None else {}
-        step, alone = self._of_job(item, self._step(item, time_)), Window()
-        alone.add(step)
+        step = self._of_job(item, self._step(item, time_))
         metrics = self._own_metrics(item, step.step_s)
-        metrics |= alone.compute(peaks, self._num_devices)
+        metrics |= Window([step]).compute(peaks, self._num_devices)
         line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": metrics}
         if item.marks:
             line["marks"] = item.marks
         else:
-            self._window.add(step)
+            self._since_log.append(step)
+            self._since_asked.append(step)
             if item.blocked_ns is not None:
                 self._exposed_s.append(item.blocked_ns[BACKWARD] / 1e9)
-            with self._lock:
-                self._unasked.add(step)
             if self._on_step is not None:
                 self._on_step(metrics)
         skipped = ("wandb",) if item.values.get("skip_wandb") else ()
         return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics, peaks), skipped)
 
     def latest(self) -> dict[str, float]:
-        """The aggregate since the last call, from any thread: the lock is only ever held for an addition."""
-        with self._lock:
-            window, self._unasked = self._unasked, Window()
-        return window.compute(self.source.peaks if self.source is not None else {}, self._num_devices)
+        """The aggregate since the last call, from any thread; at most of the last `MAX_UNASKED` steps."""
+        steps, self._since_asked = self._since_asked, deque(maxlen=MAX_UNASKED)
+        return Window(steps.copy()).compute(self.source.peaks if self.source is not None else {}, self._num_devices)
 
     def _due(self, num_steps: int, metrics: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float] | None:
         """What the sinks get now: the basics at their rate, the details at theirs."""
@@ -158,8 +156,8 @@ class Digest:
                 for key in ("perf/overhead_share", "perf/goodput", "perf/flop_error")
                 if key in metrics
             }
-            due |= self._window.compute(peaks, self._num_devices)
-            self._window = Window()
+            due |= Window(self._since_log).compute(peaks, self._num_devices)
+            self._since_log = []
             exposed_s, self._exposed_s = self._exposed_s, []
             if exposed_s and "perf/step_time" in due:
                 due[_EXPOSED] = sum(exposed_s) / len(exposed_s) / due["perf/step_time"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 4 << 20
 MAX_COLUMNS = 4096
 MAX_EVENTS = 100_000
+MAX_LINES_WITHOUT_HEADER = 1000
 MAX_FLAT = 1 << 17
 """Values that wait to be dealt out to their columns."""
 
@@ -115,17 +116,19 @@ def load_run(path: str | Path) -> Run:
         if file_path.is_dir():
             file_path = file_path / RUN_FILE
         with file_path.open("rb") as file:
-            return _Reader(file_path).read(file)
+            return RunReader(file_path).read(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecordError(f"cannot read the run file {file_path}: {reason}") from None
 
 
-class _Reader:
-    """Builds a Run line by line; a `Run` is only handed out once a header was seen."""
+class RunReader:
+    """Builds a Run line by line, all at once with `read`, or as lines arrive with `take` and `settle`."""
 
     def __init__(self, path: Path) -> None:
         self.run = Run(path=path)
+        """As far as it was read; only sound once it has a header, and after `settle`."""
+        self._num_lines = 0
         self._bad: dict[str, list[int]] = {}
         self._keys: list[str] = []
         self._flat: array[float] = array("d")
@@ -138,18 +141,43 @@ class _Reader:
         }
 
     def read(self, file: BinaryIO) -> Run:
-        for number, raw in enumerate(_lines(file), start=1):
-            problem = self._take(raw)
-            if problem:
-                self._bad.setdefault(problem, []).append(number)
-                if number == 1000 and not self.run.headers:
-                    break
+        """Read a whole file.
+
+        Raises:
+            RecordError: It is not a run file.
+        """
+        for raw in _lines(file):
+            self.take(raw)
+            if self.is_hopeless:
+                break
         if not self.run.headers:
             raise RecordError(f"{self.run.path} is not a flopmeter run file: it has no header line")
-        self._finish()
+        self.settle()
         return self.run
 
-    def _take(self, raw: bytes) -> str | None:
+    def take(self, raw: bytes) -> None:
+        """Read one more line; what is wrong with it will be in `Run.skipped`."""
+        self._num_lines += 1
+        problem = self._taken(raw)
+        if problem:
+            self._bad.setdefault(problem, []).append(self._num_lines)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether so many lines went by without a header that this is no run file."""
+        return self._num_lines >= MAX_LINES_WITHOUT_HEADER and not self.run.headers
+
+    def settle(self) -> None:
+        """Make the columns equally long and name what was skipped; more lines may follow."""
+        self._spread(len(self.run))
+        for column in self.run.columns.values():
+            _pad(column, len(self.run))
+        self.run.skipped.clear()
+        for problem, numbers in self._bad.items():
+            others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+            self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
+
+    def _taken(self, raw: bytes) -> str | None:
         if not raw.strip():
             return None
         if len(raw) > MAX_LINE_BYTES:
@@ -245,14 +273,6 @@ class _Reader:
     def _summary(self, line: dict[str, Any]) -> str | None:
         self.run.summary = line
         return None
-
-    def _finish(self) -> None:
-        self._spread(len(self.run))
-        for column in self.run.columns.values():
-            _pad(column, len(self.run))
-        for problem, numbers in self._bad.items():
-            others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-            self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (int, float), "Mapping": dict}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flopmeter.errors import RecordError
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
-from flopmeter.record.reader import MAX_LINE_BYTES, _Reader
+from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
 from flopmeter.report._text import clean, number
 from flopmeter.serve.tail import open_regular
 
@@ -92,7 +92,7 @@ def _ends(path: Path, descriptor: int, size: int) -> Run:
         first = [line for line in lines if line.endswith(b"\n") and b'"kind":"step"' not in line[:20]]
         last = last.partition(b"\n")[2]
     whole = last.rpartition(b"\n")[0] + b"\n"
-    return _Reader(path).read(BytesIO(b"".join(first) + whole))
+    return RunReader(path).read(BytesIO(b"".join(first) + whole))
 
 
 def _glance(run: Run, name: str, title: str, status: os.stat_result, now_s: float) -> Glance:

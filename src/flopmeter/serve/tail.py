@@ -15,10 +15,9 @@ from pathlib import Path
 
 from flopmeter.errors import RecordError
 from flopmeter.record import Run
-from flopmeter.record.reader import MAX_LINE_BYTES, _Reader
+from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
 
 CHUNK_BYTES = 1 << 20
-MAX_LINES_WITHOUT_HEADER = 1000
 SEAM_BYTES = 256
 """So many bytes before the place where we stopped are compared: a file that was rewritten in place differs there."""
 
@@ -34,9 +33,9 @@ class Tail:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._reader = _Reader(self.path)
+        self._reader = RunReader(self.path)
         self._file_id: tuple[int, int] | None = None
-        self._offset = self._num_lines = 0
+        self._offset = 0
         self._rest = self._seam = b""
 
     def progress(self) -> tuple[int, int]:
@@ -75,7 +74,7 @@ class Tail:
                 while chunk := os.pread(descriptor, CHUNK_BYTES, self._offset):
                     self._take(chunk)
                 self._seam = os.pread(descriptor, SEAM_BYTES, max(self._offset - SEAM_BYTES, 0))
-                self._settle()
+                self._reader.settle()
 
     def _continues(self, descriptor: int, status: os.stat_result) -> bool:
         """Whether the file is the one of last time, and what we have read of it is still there."""
@@ -88,21 +87,11 @@ class Tail:
         self.num_bytes_read += len(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
-            self._note(self._reader._take(line + b"\n"))
+            self._reader.take(line + b"\n")
+            if self._reader.is_hopeless:
+                raise RecordError("it is not a flopmeter run file: it has no header line")
         # Of an overlong line the beginning is enough for the reader to refuse it.
         self._rest = self._rest[: MAX_LINE_BYTES + 1]
-
-    def _note(self, problem: str | None) -> None:
-        self._num_lines += 1
-        if problem:
-            self._reader._bad.setdefault(problem, []).append(self._num_lines)
-        if self._num_lines == MAX_LINES_WITHOUT_HEADER and not self._reader.run.headers:
-            raise RecordError("it is not a flopmeter run file: it has no header line")
-
-    def _settle(self) -> None:
-        """Make the columns equally long and name what was skipped, as at the end of a file."""
-        self._reader.run.skipped.clear()
-        self._reader._finish()
 
 
 @contextmanager
