@@ -20,6 +20,7 @@ import pytest
 
 from flopmeter.errors import RecordError
 from flopmeter.record import Run, load_run
+from flopmeter.record.reader import MAX_LINES_WITHOUT_HEADER
 from flopmeter.record.writer import encode
 from flopmeter.serve import _Views, make_app
 from flopmeter.serve import folder as folder_module
