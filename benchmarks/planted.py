@@ -152,14 +152,17 @@ def _judge(outcome: Outcome, runs: dict[bool, Run]) -> None:
 
 
 def work_per_s(run: Run) -> float:
-    """Tokens (else samples) of the steady steps per second of them and of their share of the pauses, ours left out."""
+    """Tokens (else samples) per second of a median step and its share of the pauses, ours left out.
+
+    The median, because the two runs come one after the other: a slow moment of the machine hits one of them.
+    """
     steady = run.steady()
     step_s, rate = run.column("perf/step_time"), run.column("perf/tokens_per_second")
     if rate[steady[0]] != rate[steady[0]]:
         rate = run.column("perf/samples_per_second")
     pauses = [event for event in run.events if event["event"] == "pause" and event["name"] != "flopmeter"]
     pause_s = sum(event["duration_s"] for event in pauses) * len(steady) / len(run)
-    total_s = sum(step_s[at] for at in steady) + pause_s
+    total_s = len(steady) * median(step_s[at] for at in steady) + pause_s
     return float(sum(rate[at] * step_s[at] for at in steady) / total_s)
 
 

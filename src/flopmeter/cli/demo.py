@@ -13,6 +13,7 @@ import typer
 from flopmeter.devices import measure_peak, peak_flops
 from flopmeter.errors import ConfigError, FlopmeterError, MissingLibraryError
 from flopmeter.record import load_run
+from flopmeter.report import REPORT_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +80,10 @@ def command(
     console = Console()
     console.print(_table(result))
     console.print(f"Run file: {result.run_path}", soft_wrap=True)
+    report_path = result.run_path.with_name(REPORT_FILE)
+    if report_path.exists():
+        console.print(f"Report: {report_path}", soft_wrap=True)
+    console.print(f"Next: flopmeter diagnose {result.run_path.parent}", soft_wrap=True)
 
 
 def _planted(text: str) -> Planted:

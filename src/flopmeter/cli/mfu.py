@@ -224,7 +224,8 @@ def _print_table(run: _Run, result: dict[str, Any]) -> None:
     console = Console()
     peak, arch = run.peak, run.arch
     console.print(
-        f"{run.tokens_per_s:,.0f} tokens/s on {run.gpus} GPUs of {peak['flop_per_s'] / 1e12:,.1f} TFLOP/s "
+        f"{run.tokens_per_s:,.0f} tokens/s on {run.gpus} GPU{'s' * (run.gpus != 1)} "
+        f"of {peak['flop_per_s'] / 1e12:,.1f} TFLOP/s "
         f"({peak['dtype']}, {peak['device'] or 'given'}); N = {arch.num_params:,}, P = {arch.num_matmul_params:,}, "
         f"seq {run.seq}, recompute {run.recompute}. TFLOP/s are model FLOPs of one GPU.",
         highlight=False,

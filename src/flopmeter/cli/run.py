@@ -27,7 +27,8 @@ def command(
         typer.Argument(metavar="SCRIPT|-m MODULE [ARGS]...", help="What python would be given."),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "-o", help="Folder for the record; default runs/NAME-TIME.")
+        Path | None,
+        typer.Option("--output-dir", "-o", help="Folder for the run file and the report; default runs/NAME-TIME."),
     ] = None,
     config: Annotated[str | None, typer.Option("--config", help="Settings: a YAML file or a preset.")] = None,
     mode: Annotated[str | None, typer.Option(help="smart, estimate, profiler or hybrid.")] = None,

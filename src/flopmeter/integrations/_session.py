@@ -92,4 +92,4 @@ class Session:
         else:
             found += f", {step_s * 1e3:.3g} ms per step"
         num_steps = self._num_before + self._monitor.num_steps
-        return f"{found}, {num_steps} steps; record: {self._monitor.output_dir}"
+        return f"{found}, {num_steps} steps; run: {self._monitor.output_dir}"

@@ -2,9 +2,9 @@
 
 How we know. A sampled step shows how long nothing ran while the host prepared the next operator (launch gaps), and
 how many operators there were. The update of the weights takes equally long whatever the batch, so it belongs to the
-fixed cost as well, unless it is slow for reasons of its own (see optimizer_heavy). Gaps behind a synchronisation are
-left to host_sync. On a GPU the device was seen waiting for the host. On a CPU the start of an operator is inside the
-operator's own time: 5 microseconds of each are taken for it.
+fixed cost as well, unless it is slow for reasons of its own (see optimizer_heavy). Gaps behind a synchronisation, and
+what the loop's own code takes between the phases, are left to host_sync. On a GPU the device was seen waiting for the
+host. On a CPU the start of an operator is inside the operator's own time: 5 microseconds of each are taken for it.
 
 What to do. Raise the batch size until memory is full; that spreads the fixed cost over more samples. Where memory
 does not allow it, gradient accumulation spreads at least the update. Let torch.compile(model) fuse the small
@@ -35,7 +35,8 @@ def check(evidence: Evidence) -> Finding | None:
     gap_s = evidence.seconds("launch_gaps") - evidence.sync_gap_s
     is_light = evidence.facts.get("optimizer") in LIGHT_OPTIMIZERS
     update_s = evidence.seconds_or_zero("optimizer") if is_light else 0.0
-    fixed_s = gap_s + update_s + _starting_s(evidence)
+    loop_s = max(evidence.loop_s - evidence.sync_gap_s, 0.0) if evidence.host_syncs and not evidence.is_gpu else 0.0
+    fixed_s = max(gap_s + _starting_s(evidence) - loop_s, 0.0) + update_s
     share = fixed_s / evidence.wall_s
     if share < MIN_SHARE:
         return None
