@@ -67,7 +67,7 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
 def terminal_page(title: str, text: str) -> str:
     """A window with the text in it, as rich draws one."""
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
-    console.print(Text.from_ansi(f"$ {title}\n{text}"), soft_wrap=True)
+    console.print(Text.from_ansi(f"$ {title}\n{text}"))
     svg = console.export_svg(title="flopmeter")
     # The picture is made offline: the fonts that rich would fetch are left out, a local one takes their place.
     local = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code", "DejaVu Sans Mono")
@@ -156,7 +156,6 @@ def main() -> None:
         text = terminal_output("report", slow).replace(str(slow), "runs/slow-disk")
         report = (slow / "report.html").as_uri()
         shoot(chromium, report, arguments.output / "report.png", height=1180)
-        shoot(chromium, report, arguments.output / "report-dark.png", height=1180, theme="dark")
         shoot(chromium, (folder / "compare.html").as_uri(), arguments.output / "compare.png", height=1000)
         shoot_terminal(chromium, text, arguments.output / "terminal.png")
         shoot_live(chromium, folder, arguments.seconds, arguments.output / "live.png")

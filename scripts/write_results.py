@@ -260,7 +260,7 @@ def mutation(language: str) -> str:
 
 def in_short(language: str) -> str:
     """What the README says of the tables that only docs/results.md has, a line each."""
-    sizes = load("count_speed")["results"]["llama-3-405b"]["flopmeter"]
+    sizes = load("count_speed")["results"]["llama-3.1-405b"]["flopmeter"]
     traces_found = load("traces")["files"]
     faster = [found["process_s"]["hta"] / found["process_s"]["ours"] for found in traces_found]
     smaller = [found["rss_mb"]["hta"] / found["rss_mb"]["ours"] for found in traces_found]

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flopmeter import TrainingMonitor
 
 WIDTH, ROWS = 64, 16
-EVERY, STEPS, HEALTHY_STEPS = 10, 60, 240
+EVERY, STEPS, HEALTHY_STEPS = 10, 60, 150
 DELAY_S = 0.08
 """Far beyond what a machine that runs other tests as well does to a process that shares its cores."""
 PACE_S = 0.03

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from flopmeter.devices import peak_flops
 from flopmeter.errors import ConfigError
-from flopmeter.monitor import TrainingMonitor
+from flopmeter.flops.counters import Reading
+from flopmeter.monitor import TrainingMonitor, measuring, watch, worker
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.record import load_run
 
@@ -176,3 +179,79 @@ def test_a_step_logged_before_the_start_starts_the_run(tmp_path: Path) -> None:
     monitor.log_step(1, epoch=0, loss=1.0, grad_norm=2.0, learning_rate=None)
     monitor.finish_training()
     assert list(load_run(tmp_path).column("training/grad_norm")) == [2.0]
+
+
+class SlowCounters:
+    """A source of counters that answers when it is told to, or raises then."""
+
+    name = "slow"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.is_asked, self.may_answer, self.has_answered, self.is_closed = (threading.Event() for _ in range(4))
+        self.asked_by: list[threading.Thread] = []
+        self._error = error
+
+    def start(self) -> None:
+        pass
+
+    def read(self) -> Reading:
+        self.asked_by.append(threading.current_thread())
+        self.is_asked.set()
+        assert self.may_answer.wait(10)
+        if self._error is not None:
+            raise self._error
+        self.has_answered.set()
+        return Reading(tensor_active=0.4)
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+Hybrid = Callable[[SlowCounters, nn.Module], TrainingMonitor]
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hybrid:
+    """Gives a running monitor in hybrid mode with these counters, whose first sample is due soon."""
+    monkeypatch.setattr(worker, "FIRST_SAMPLE_S", 0.1)
+    settings = {"monitoring": {**PEAK["monitoring"], "mfu_calculation_mode": "hybrid"}}
+
+    def start(counters: SlowCounters, model: nn.Module) -> TrainingMonitor:
+        monkeypatch.setattr(measuring, "open_counters", lambda *_, **__: counters)
+        return watch(model, output_dir=tmp_path, config=settings)
+
+    return start
+
+
+def test_counters_are_read_in_the_background_while_training_goes_on(tmp_path: Path, hybrid: Hybrid) -> None:
+    counters, model = SlowCounters(), make_model()
+    with hybrid(counters, model) as monitor:
+        assert counters.is_asked.wait(10)
+        train(monitor, model=model)
+        assert not counters.has_answered.is_set()
+        counters.may_answer.set()
+        assert counters.has_answered.wait(10)
+    assert threading.current_thread() not in counters.asked_by
+    assert counters.is_closed.is_set()
+    run = load_run(tmp_path)
+    assert len(run) == 8
+    assert {(event["reader"], event["tensor_active"]) for event in run.named("counters")} == {("slow", 0.4)}
+
+
+def test_counters_that_raise_are_switched_off_with_one_warning(
+    tmp_path: Path, hybrid: Hybrid, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters, model = SlowCounters(OSError("the driver is gone")), make_model()
+    with hybrid(counters, model) as monitor:
+        counters.may_answer.set()
+        assert counters.is_closed.wait(10)
+        train(monitor, model=model)
+        assert monitor.marks.source is not None
+        monitor.marks.source.read_counters()
+    message = "slow: no more hardware counters: OSError: the driver is gone"
+    assert [record.getMessage() for record in caplog.records].count(message) == 1
+    assert len(counters.asked_by) == 1
+    run = load_run(tmp_path)
+    assert len(run) == 8
+    assert [event["message"] for event in run.named("warning")].count(message) == 1
+    assert run.named("counters") == []

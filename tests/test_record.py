@@ -55,6 +55,17 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert run.skipped == []
 
 
+def test_events_are_found_by_name_in_file_order_and_the_newest_peak_of_a_dtype_counts(tmp_path: Path) -> None:
+    header = HEADER | {"peak": {"bf16": {"flop_per_s": 1.0}, "fp16": {"flop_per_s": 2.0}, "fp8": "unsound"}}
+    peaks = [{"kind": "event", "event": "peak", "dtype": "bf16", "flop_per_s": rate} for rate in (3.0, 4.0)]
+    pause = {"kind": "event", "event": "pause"}
+    run = load_run(write_lines(tmp_path / "run.jsonl", header, peaks[0], pause, peaks[1]))
+    assert run.named("peak") == peaks
+    assert run.last("peak") == peaks[1]
+    assert (run.named("gc"), run.last("gc")) == ([], {})
+    assert run.peaks() == {"bf16": peaks[1], "fp16": {"flop_per_s": 2.0}}
+
+
 def test_a_metric_that_no_step_has_is_all_nan(tmp_path: Path) -> None:
     run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, step_line(1)))
     assert len(run.column("perf/mfu")) == 1

@@ -22,6 +22,7 @@ from flopmeter.compare.quantities import QUANTITIES, Quantity, figures_of, ratio
 from flopmeter.compare.settings import peaks_of, settings_of
 from flopmeter.errors import ConfigError
 from flopmeter.record import Run
+from flopmeter.schema import RUN_FILE
 
 if TYPE_CHECKING:
     from flopmeter.diagnosis import Diagnosis
@@ -139,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """As few last parts of each path as tell them apart; the file name counts only where it must."""
-    parts = [path.parts[:-1] if path.name == "run.jsonl" and len(path.parts) > 1 else path.parts for path in paths]
+    parts = [path.parts[:-1] if path.name == RUN_FILE and len(path.parts) > 1 else path.parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

@@ -59,7 +59,7 @@ class Condition:
         Raises:
             UnknownFigureError: A figure is unknown, or something is divided by zero.
         """
-        return self.holds(self._value(self.left, run, baseline), self._value(self.right, run, baseline))
+        return self.holds(*self.sides(run, baseline))
 
     def sides(self, run: Figures, baseline: Figures) -> tuple[float, float]:
         """The two numbers that are compared."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 from flopmeter.record import Run
+from flopmeter.waterfall.window import mapping
 
 _OF_HEADER = ("model", "num_parameters", "device", "world_size", "host", "mode", "convention")
 _OF_FACTS = ("optimizer", "is_compiled", "tf32", "num_parameter_tensors", "num_ops")
@@ -21,10 +21,10 @@ def settings_of(run: Run) -> dict[str, str]:
     settings |= {f"{library} version": version for library, version in header.versions.items()}
     settings |= _peaks(run)
     settings |= _amounts(run)
-    count, facts = _last(run, "count"), _last(run, "facts")
+    count, facts = run.last("count"), run.last("facts")
     settings |= {"FLOPs by": count.get("method")}
     settings |= {_name(name): facts.get(name) for name in _OF_FACTS}
-    settings |= {"matmul dtypes": ", ".join(sorted(_mapping(facts.get("matmul_dtypes"))))}
+    settings |= {"matmul dtypes": ", ".join(sorted(mapping(facts.get("matmul_dtypes"))))}
     return {name: _text(value) for name, value in settings.items() if value is not None and value != ""}
 
 
@@ -34,8 +34,7 @@ def _name(key: str) -> str:
 
 def peaks_of(run: Run) -> dict[str, float]:
     """FLOP/s by dtype that the run's MFU is held against."""
-    peaks: dict[str, Any] = {dtype: _mapping(peak).get("flop_per_s") for dtype, peak in run.header.peak.items()}
-    peaks |= {str(event.get("dtype")): event.get("flop_per_s") for event in run.events if event.get("event") == "peak"}
+    peaks: dict[str, Any] = {dtype: peak.get("flop_per_s") for dtype, peak in run.peaks().items()}
     return {dtype: float(value) for dtype, value in peaks.items() if _is_number(value)}
 
 
@@ -53,14 +52,6 @@ def _amounts(run: Run) -> dict[str, str]:
         if known:
             amounts[f"{what} in a step"] = f"{median(known):,.0f}"
     return amounts
-
-
-def _last(run: Run, name: str) -> Mapping[str, Any]:
-    return next((event for event in reversed(run.events) if event.get("event") == name), {})
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -26,6 +26,7 @@ from flopmeter.config.sections import (
     Prometheus,
     Section,
     SharedSection,
+    SinkSection,
     Tensorboard,
     Training,
     Wandb,
@@ -163,8 +164,7 @@ class MonitorConfig(SharedSection):
     @property
     def sink_names(self) -> tuple[str, ...]:
         """The sinks to open, each once: those listed, then those that their own section enables."""
-        own = {"wandb": self.wandb, "tensorboard": self.tensorboard, "prometheus": self.prometheus}
-        enabled = [name for name, section in own.items() if section.enabled]
+        enabled = [name for name, section in self if isinstance(section, SinkSection) and section.enabled]
         return tuple(dict.fromkeys([*self.monitoring.sinks, *enabled]))
 
 

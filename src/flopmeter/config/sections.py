@@ -158,7 +158,7 @@ class Monitoring(Section):
     detail_every: Steps = 50
     """Send the gradient norm and `perf/*` to the sinks every so many steps; the run file has every step."""
     dataset_metrics_every: Steps = 10
-    """Send the loss and accuracy per dataset every so many steps."""
+    """Look at the loss and accuracy per dataset in one batch of so many; they are sent every `detail_every` steps."""
     flush_every: Steps = 200
     """Write the run file to disk at least every so many steps."""
     flush_s: Seconds = 5.0

@@ -181,10 +181,9 @@ class Ranks:
         self._hosts = [greeting.host for greeting in greetings]
         number = Counter(devices)
         self._sharers = [number[device] for device in devices]
-        self._is_alike = len({greeting.digest for greeting in greetings}) == 1
         is_uneven = any(greeting.is_uneven for greeting in greetings)
-        if not self._is_alike or is_uneven:
-            self._is_alike = False
+        self._is_alike = not is_uneven and len({greeting.digest for greeting in greetings}) == 1
+        if not self._is_alike:
             self._emit("ranks_differ", message="the ranks do not do the same work: each counts its own FLOPs")
 
     def _on_plan(self, plan: Plan, count: Mapping[str, Any] | None) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from flopmeter.devices import uses_tf32 as torch_uses_tf32
+
 if TYPE_CHECKING:
     from flopmeter.flops.flop_count import FlopCount
     from flopmeter.flops.observation import Call, Observation
@@ -145,18 +147,8 @@ def odd_sizes(roots: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
 
 def uses_tf32(device_type: str) -> bool | None:
-    """Whether float32 products may run as TF32; None off CUDA, or where torch does not tell."""
-    if device_type != "cuda":
-        return None
-    matmul: Any = torch.backends.cuda.matmul
-    # The newer setting first: once one of the two is set, reading the other may raise.
-    precision = getattr(matmul, "fp32_precision", "none")
-    if precision != "none":
-        return bool(precision == "tf32")
-    try:
-        return bool(matmul.allow_tf32)
-    except RuntimeError:
-        return None
+    """Whether float32 products may run as TF32; None off CUDA."""
+    return torch_uses_tf32() if device_type == "cuda" else None
 
 
 def num_recompiles() -> int | None:

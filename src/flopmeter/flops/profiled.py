@@ -41,7 +41,7 @@ from flopmeter.flops.profiler_events import (
     was_aborted,
 )
 from flopmeter.flops.profiler_guard import Recording
-from flopmeter.flops.side_count import _arguments, _loss, _untouched, unwrap
+from flopmeter.flops.side_count import call_arguments, loss_of, untouched, unwrap
 
 UNSEEN_MASKS = (
     "The profiler records shapes, not values: padding, masks given as tensors, and attention made of plain products "
@@ -133,10 +133,10 @@ def profile_flops(
         raise CountError("a model on the meta device cannot be profiled, because it cannot run: count it instead")
     own = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     own |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    args, kwargs = tree_map_only(torch.Tensor, partial(_on_loan, device=device), _arguments(model, batch))
-    with _untouched(model), torch.set_grad_enabled(training), _reparametrize_module(model, own, tie_weights=True):
+    args, kwargs = tree_map_only(torch.Tensor, partial(_on_loan, device=device), call_arguments(model, batch))
+    with untouched(model), torch.set_grad_enabled(training), _reparametrize_module(model, own, tie_weights=True):
         with ProfiledStep() as profiled:
-            loss = _loss(model(*args, **kwargs))
+            loss = loss_of(model(*args, **kwargs))
             if training and loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
         return profiled.result(convention)

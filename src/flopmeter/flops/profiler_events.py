@@ -7,37 +7,22 @@ ranges as a tree, and the rules that say which of them to count.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flopmeter.flops import formulas
-from flopmeter.flops.formulas import Formula, FormulaFunction, Spec, Work
+from flopmeter.flops.formulas import MATRIX_WORD, PRODUCTS, RECORDED_DTYPES, Formula, Spec, Work, num_positional
 
 ABORTED = "flopmeter: recomputation stops here"
 """A mark inside the operator that checkpointing left early."""
 
-_PRODUCTS = frozenset({"matmul", "grouped", "quantized", "sparse"})
 _MATH_ATTENTION = "aten::_scaled_dot_product_attention_math"
 _BATCHED_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-_MATRIX_WORD = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|linear|lstm|gru|rnn|einsum")
 _KNOWN_NAMESPACES = frozenset({"prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp"})
-_DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "c10::Half": "float16",
-    "c10::complex<float>": "complex64",
-    "c10::complex<double>": "complex128",
-    "signed char": "int8",
-    "unsigned char": "uint8",
-    "short": "int16",
-    "int": "int32",
-    "long int": "int64",
-}
 
 
 class Event:
@@ -71,7 +56,7 @@ class Event:
         """The FLOPs of the call, or None when its record does not tell."""
         try:
             # Keyword-only arguments are recorded after the others; a formula with no place for them needs none.
-            return formula(*self.arguments()[: _num_positional(formula.function)])
+            return formula(*self.arguments()[: num_positional(formula.function)])
         except (ValueError, IndexError, TypeError):
             return None
 
@@ -98,7 +83,7 @@ def is_told_better_inside(event: Event, formula: Formula) -> bool:
         if other is None:
             continue
         families = {formula.family, other.family}
-        if inner.name == event.name or families <= _PRODUCTS or (formula.composite and len(families) == 1):
+        if inner.name == event.name or families <= PRODUCTS or (formula.composite and len(families) == 1):
             return True
     return False
 
@@ -135,18 +120,10 @@ def looks_like_matrix_work(name: str) -> bool:
     namespace, _, short = name.partition("::")
     if namespace == "aten":
         is_pointwise_cell = short.startswith("_thnn_fused_")
-        return not is_pointwise_cell and any(_MATRIX_WORD.fullmatch(word) for word in short.split("_"))
+        return not is_pointwise_cell and any(MATRIX_WORD.fullmatch(word) for word in short.split("_"))
     if namespace in _KNOWN_NAMESPACES or not re.fullmatch(r"\w+::\w+", name):
         return False
     return bool(torch._C._jit_get_schemas_for_operator(name))
-
-
-@cache
-def _num_positional(function: FormulaFunction) -> int | None:
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
 
 
 def _argument(shape: list[Any], dtype: str, value: Any) -> Any:
@@ -154,4 +131,4 @@ def _argument(shape: list[Any], dtype: str, value: Any) -> Any:
         return [Spec(tuple(member)) for member in shape]
     if dtype in ("", "Scalar", "ScalarList"):
         return value
-    return Spec(tuple(shape), _DTYPES.get(dtype, dtype.removeprefix("c10::").lower()))
+    return Spec(tuple(shape), RECORDED_DTYPES.get(dtype, dtype.removeprefix("c10::").lower()))

@@ -51,7 +51,7 @@ def count_flops(
     Raises:
         CountError: The model can be run neither on shapes nor for real; the message has both reasons.
     """
-    args, kwargs = _arguments(unwrap(model), batch)
+    args, kwargs = call_arguments(unwrap(model), batch)
     return count_call(model, args, kwargs, training, convention)
 
 
@@ -103,12 +103,13 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with, by position and by name, from what `count_flops` takes as a batch."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
         if len(batch) == 2 and all(isinstance(size, int) and not isinstance(size, bool) for size in batch):
-            with _untouched(model):  # a vision tower may be run, to ask how many tokens it makes
+            with untouched(model):  # a vision tower may be run, to ask how many tokens it makes
                 return (), build_inputs(model, batch[0], batch[1])
         return tuple(batch), {}
     if isinstance(batch, torch.Tensor):
@@ -121,7 +122,7 @@ def _count_on_shapes(
 ) -> FlopCount:
     tensors = _shape_only_state(model)
     args, kwargs = tree_map_only(torch.Tensor, _lent, (args, kwargs))
-    with _untouched(model), shadow():
+    with untouched(model), shadow():
         return _observed(model, tensors, args, kwargs, training, convention, autocast_to=_autocast_dtype())
 
 
@@ -177,7 +178,7 @@ def _count_for_real(
     args, kwargs = tree_map_only(torch.Tensor, borrow, (args, kwargs))
     tensors = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with _untouched(model):
+    with untouched(model):
         count = _observed(model, tensors, args, kwargs, training, convention)
     if scale == 1:
         return replace(count, method="real")
@@ -198,7 +199,7 @@ def _observed(
     with torch.set_grad_enabled(training), _reparametrize_module(model, dict(tensors), tie_weights=True):
         observation.start()
         try:
-            loss = _loss(model(*args, **kwargs))
+            loss = loss_of(model(*args, **kwargs))
             if training and loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -221,7 +222,7 @@ def _cast(call: Call, dtype: str) -> Call:
     return call._replace(dtype=dtype) if is_cast else call
 
 
-def _loss(out: Any) -> torch.Tensor | None:
+def loss_of(out: Any) -> torch.Tensor | None:
     """The model's own loss, or the sum of all it returns; None when nothing can be trained."""
     own = getattr(out, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:
@@ -258,7 +259,7 @@ def _shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Random state as before, no hook of the user's called, compiled modules run as they were written."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))

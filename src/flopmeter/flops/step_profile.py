@@ -37,7 +37,6 @@ _LOADING = "enumerate(DataLoader)"
 _OPTIMIZER = "Optimizer."
 _COMPILED = "## Call CompiledFxGraph"
 _COLLECTIVE = re.compile(r"nccl|gloo:|c10d::|_c10d_functional::", re.IGNORECASE)
-_MATRIX_OP = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|linear|lstm|gru|rnn|einsum")
 _MATRIX_KERNEL = re.compile(r"gemm|cutlass|xmma|flash_(fwd|bwd)|fmha|conv\dd|convolution|implicit", re.IGNORECASE)
 _HOST_COPY = re.compile(r"HtoD|DtoH")
 
@@ -304,7 +303,7 @@ def is_matrix_op(name: str) -> bool:
     """Whether an operator's own time is matrix work: it has a FLOP formula, or the name of one that would."""
     if formulas.find(name) is not None:
         return True
-    return any(_MATRIX_OP.fullmatch(word) for word in name.rpartition("::")[2].split("_"))
+    return any(formulas.MATRIX_WORD.fullmatch(word) for word in name.rpartition("::")[2].split("_"))
 
 
 @lru_cache(maxsize=4096)

@@ -433,6 +433,8 @@ class TrainingMonitor:
         sampler = self._resources = make_sampler(self._model)
 
         def sample() -> Mapping[str, float]:
+            if self._tracker.source is not None:
+                self._tracker.source.read_counters()
             found = sampler.sample()
             if self._ranks is not None:
                 self._ranks.note_resources(found)
@@ -472,19 +474,16 @@ class TrainingMonitor:
             if self.config.monitoring.report:
                 leave_report(run)
 
-    def _event(self, event: str, **fields: Any) -> None:
-        self._put({"kind": "event", "event": event, "time": time.time(), "after_step": self._num_steps, **fields})
+    def _event(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
+        """Write an event to the record; its `metrics` are what the sinks get of it."""
+        line = {"kind": "event", "event": event, "time": time.time(), "after_step": self._num_steps, **fields}
+        self._put(line if metrics is None else Log(line, self._digest.last_step, metrics))
 
     def _join_job(self) -> None:
         """Take part in a job of several ranks, once there is a model and the run is on."""
         is_ready = self._tracker.source is not None and self._state == "running"
         if self._model is not None and self._ranks is None and is_ready:
-            self._ranks = self._digest.ranks = join(self._model, self.config, self._tracker, self._emit)
-
-    def _emit(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
-        """An event whose numbers the sinks get as well. Called in the background."""
-        line = {"kind": "event", "event": event, "time": time.time(), "after_step": self._num_steps, **fields}
-        self._put(line if metrics is None else Log(line, self._digest.last_step, metrics))
+            self._ranks = self._digest.ranks = join(self._model, self.config, self._tracker, self._event)
 
     def _put(self, item: Any) -> None:
         if self._worker is None:

@@ -29,7 +29,8 @@ MAX_UNASKED = 1000
 """Steps that `latest` adds up at most."""
 _OVERHEAD_EVERY = 16
 _EXPOSED = "perf/exposed_communication_share"
-_BASIC = ("global_step", "training/loss", "training/lr", "training/epoch")
+BASICS = ("global_step", "training/loss", "training/lr", "training/epoch")
+"""What the sinks get at every log; the details come on top, at a rate of their own."""
 
 
 class StepRecord(Struct):
@@ -148,7 +149,7 @@ class Digest:
         """What the sinks get now: the basics at their rate, the details at theirs."""
         due: dict[str, float] = {}
         if num_steps % self._basic_every == 0:
-            due |= {key: metrics[key] for key in _BASIC if key in metrics}
+            due |= {key: metrics[key] for key in BASICS if key in metrics}
         if num_steps % self._details_every == 0:
             due |= {key: value for key, value in metrics.items() if not key.startswith("perf/")}
             due |= {

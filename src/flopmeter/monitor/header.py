@@ -47,11 +47,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
+def device_uuid(device: torch.device) -> str | None:
+    """Names the physical GPU, whatever index it has here; None for other devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
 def make_sampler(model: nn.Module | None) -> ResourceSampler:
     """What samples the machine in the background."""
     device = device_of(model)
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    return ResourceSampler(str(device), uuid)
+    return ResourceSampler(str(device), device_uuid(device))
 
 
 def _is_distributed() -> bool:

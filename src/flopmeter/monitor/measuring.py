@@ -23,7 +23,7 @@ from flopmeter.flops.observe import ObservedStep
 from flopmeter.flops.prediction import MAX_KNOWN, Predictor, as_if_unpadded
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.workload import Needs, Workload
-from flopmeter.monitor.header import device_of
+from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import StepMark
@@ -48,7 +48,8 @@ class StepFlop(NamedTuple):
 class FlopSource:
     """Measures some steps and predicts the others.
 
-    `start`, `finish` and `abandon` are called on the training thread; `predict`, `peaks` and `error` from any.
+    `start`, `finish` and `abandon` are called on the training thread, `read_counters` in the background; `predict`,
+    `peaks` and `error` from any.
 
     Args:
         models: The modules that the loop calls.
@@ -147,8 +148,19 @@ class FlopSource:
         if isinstance(measurement, ObservedStep):
             self._facts = facts_of(measurement, count)
             self._tell_facts()
-        if self._counters is not None:
-            self._event("counters", reader=self._counters.name, **asdict(self._counters.read()))
+
+    def read_counters(self) -> None:
+        """What the device's counters say. Called in the background: a source may take a second."""
+        counters = self._counters
+        if counters is None:
+            return
+        try:
+            self._event("counters", reader=counters.name, **asdict(counters.read()))
+        except Exception as error:  # noqa: BLE001 - the thread that writes the record goes on without them
+            self._counters = None  # not closed: what cannot be read is not asked for anything more
+            message = f"{counters.name}: no more hardware counters: {type(error).__name__}: {error}"
+            logger.warning("%s", message)
+            self._event("warning", message=message)
 
     def take_count(self, note: Mapping[str, Any]) -> None:
         """Rank 0 has counted a step of the same work. Called in the background."""
@@ -166,8 +178,9 @@ class FlopSource:
             measurement.stop()
         if self._facts is not None and self._facts["num_shapes"] != len(self._shapes):
             self._tell_facts()
-        if self._counters is not None:
-            self._counters.close()
+        counters, self._counters = self._counters, None
+        if counters is not None:
+            counters.close()
 
     def _tell_facts(self) -> None:
         """What the last observed step showed, with the input shapes seen so far."""
@@ -201,8 +214,7 @@ class FlopSource:
         if self._settings.mfu_calculation_mode != "hybrid" or not hybrid.hardware_counters_enabled:
             return None
         device = device_of(self._model)
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        reader = open_counters(str(device), uuid=uuid)
+        reader = open_counters(str(device), uuid=device_uuid(device))
         if isinstance(reader, Unavailable):
             instead = "the profiler" if hybrid.fallback_to_profiler else "smart mode"
             logger.warning("%s: using %s instead", reader, instead)

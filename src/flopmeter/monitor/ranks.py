@@ -9,7 +9,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,8 +16,8 @@ from flopmeter.config import MonitorConfig
 from flopmeter.distributed import COMMUNICATION, JobScale, Ranks, RankStep, join_job
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.workload import PatchWindow, Workload
-from flopmeter.metrics import Step
-from flopmeter.monitor.header import device_of
+from flopmeter.metrics import Step, utilisation
+from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.schema import PHASES, RUN_FILE
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def _connect(ranks: Ranks, tracker: StepTracker) -> None:
 def _device_name(model: nn.Module | None) -> str:
     """Names a device among those of its host; the CPU is one, however many ranks compute on it."""
     device = device_of(model)
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
+    return device_uuid(device) or str(device)
 
 
 def rank_step(
@@ -93,15 +92,12 @@ def rank_step(
         name: getattr(step, name) if is_told else None for name in ("model_flop", "hardware_flop", "processed_flop")
     }
     model_flop = flop["model_flop"]
-    ideal_s = None
-    if model_flop is not None and all(peaks.get(dtype) for dtype, amount in model_flop.items() if amount):
-        ideal_s = sum(amount / peaks[dtype] for dtype, amount in model_flop.items() if amount)
     return RankStep(
         index=index,
         step_s=step.step_s,
         phase_s=[step.phase_s[phase] for phase in PHASES],
         blocked_s=None if blocked_ns is None else [ns / 1e9 for ns in blocked_ns],
-        ideal_s=ideal_s,
+        ideal_s=None if model_flop is None else utilisation(model_flop, peaks, 1.0),
         tokens=step.tokens,
         tokens_processed=step.tokens_processed,
         samples=step.samples,

@@ -95,8 +95,8 @@ class Sampling:
             return
         self.running = running
 
-    def finish(self, num_steps: int, step_s: float) -> float:
-        """The sampled step is over; returns the seconds that reading it took."""
+    def finish(self, num_steps: int, step_s: float) -> None:
+        """The sampled step is over: read it."""
         start_ns = perf_counter_ns()
         sampled, self.running = self.running, None
         assert sampled is not None
@@ -111,7 +111,6 @@ class Sampling:
         else:
             typical = {} if self.plan.typical_s is None else {"typical_step_s": self.plan.typical_s}
             self._event("profile", step_s=step_s, **typical, **sampled.profile.fields())
-        return reading_s
 
     def close(self) -> None:
         """The run is over, perhaps in the middle of a sampled step."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from flopmeter.monitor.digest import Delivery
+from flopmeter.monitor.digest import BASICS, Delivery
 from flopmeter.record import RunWriter
 from flopmeter.sinks import Sink, SinkContext, open_sink, takes_every_step
 
@@ -25,8 +25,6 @@ MAX_QUEUED_STEPS = 10_000
 MAX_QUEUED_LOGS = 1_000
 FREE_LOGS = 500
 """Logs that a sink gets whatever they cost: short runs are logged as asked."""
-NUM_BASICS = 4
-"""A log with no more than these metrics holds only loss, learning rate, epoch and step."""
 STEPS_AT_ONCE = 32
 """Steps digested before the interpreter is offered to the training thread."""
 WAKE_S = 0.25
@@ -66,7 +64,7 @@ class SinkThread:
 
     def has_time_for(self, metrics: Mapping[str, float]) -> bool:
         """Whether a log fits the sink's share of the CPU; one that holds details always does."""
-        if self._cpu_share is None or self._num_put < FREE_LOGS or len(metrics) > NUM_BASICS:
+        if self._cpu_share is None or self._num_put < FREE_LOGS or len(metrics) > len(BASICS):
             return True
         cost_s = self.cpu_s / max(1, self._num_taken)
         if (self._num_put + 1) * cost_s <= self._cpu_share * (time.monotonic() - self._started_s):

@@ -94,6 +94,19 @@ class Run:
         """One value per step of the metric `key`; all NaN when the run has none."""
         return self.columns.get(key) or array("d", [math.nan]) * len(self)
 
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """Its events of that name, in file order."""
+        return [event for event in self.events if event.get("event") == name]
+
+    def last(self, name: str) -> dict[str, Any]:
+        """The newest event of that name; empty when there is none."""
+        return next((event for event in reversed(self.events) if event.get("event") == name), {})
+
+    def peaks(self) -> dict[str, Mapping[str, Any]]:
+        """What MFU is held against, by dtype; the newest counts."""
+        of_header = {str(dtype): peak for dtype, peak in self.header.peak.items() if isinstance(peak, Mapping)}
+        return of_header | {str(event.get("dtype")): event for event in self.named("peak")}
+
     def steady(self) -> list[int]:
         """Positions of the steps that represent the run: neither warm-up nor observed nor profiled."""
         return [index for index in range(len(self)) if index not in self.marks]

@@ -39,7 +39,7 @@ def _step_log(run: Run, position: int) -> dict[str, Any]:
 
 def _events(run: Run, name: str) -> list[dict[str, Any]]:
     dull = ("kind", "event")
-    return [{k: v for k, v in event.items() if k not in dull} for event in run.events if event.get("event") == name]
+    return [{k: v for k, v in event.items() if k not in dull} for event in run.named(name)]
 
 
 def _total_s(run: Run) -> float:

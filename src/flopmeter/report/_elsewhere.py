@@ -14,7 +14,6 @@ from typing import Any
 from flopmeter.conventions import CONVENTIONS, NAMED, Architecture
 from flopmeter.record import Run
 from flopmeter.report._text import number
-from flopmeter.report._work import last_event
 
 TOLERANCE = 1e-6
 
@@ -42,8 +41,8 @@ def elsewhere(run: Run, mfu: float | None) -> dict[str, Any]:
 
 def _decoder(run: Run) -> tuple[Architecture, int]:
     """The decoder that a counted step shows, and its sequence length."""
-    count = last_event(run, "count")
-    if count is None:
+    count = run.last("count")
+    if not count:
         raise NoRuleError("no step was counted")
     if count.get("convention") != "exact":
         raise NoRuleError("the run counts under the convention full")

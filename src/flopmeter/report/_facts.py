@@ -22,7 +22,9 @@ from flopmeter.report._elsewhere import elsewhere
 from flopmeter.report._ranks import ranks_of
 from flopmeter.report._series import phases_of, series_of
 from flopmeter.report._text import clean, number
-from flopmeter.report._work import last_event, work_of
+from flopmeter.report._work import work_of
+from flopmeter.schema import RUN_FILE
+from flopmeter.waterfall.window import mapping
 
 FACTS_VERSION = 1
 MAX_DATASETS = 100
@@ -73,7 +75,7 @@ def facts_of(run: Run) -> dict[str, Any]:
 
 def _run(run: Run, spent: Goodput) -> dict[str, Any]:
     header = run.header
-    name = run.path.parent.name if run.path.name == "run.jsonl" else run.path.stem
+    name = run.path.parent.name if run.path.name == RUN_FILE else run.path.stem
     return {
         "name": clean(name or run.path.resolve().parent.name, 80),
         "run_id": clean(header.run_id, 40),
@@ -146,7 +148,8 @@ def _datasets(run: Run) -> list[dict[str, Any]]:
 
 def _method(run: Run, means: Mapping[str, float], mfu: float | None) -> dict[str, Any]:
     """How the number was made."""
-    count = last_event(run, "count") or {}
+    counts = run.named("count")
+    count = counts[-1] if counts else {}
     errors = [error for event in run.events if (error := number(event.get("flop_error"))) is not None]
     return {
         "peaks": _peaks(run),
@@ -154,9 +157,9 @@ def _method(run: Run, means: Mapping[str, float], mfu: float | None) -> dict[str
         "convention": clean(run.header.convention, 40),
         "flop_method": clean(count.get("method") or "", 120),
         "coverage": number(count.get("coverage")),
-        "uncounted": [clean(name, 80) for name in list(_mapping(count.get("uncounted")))[:MAX_SENTENCES]],
+        "uncounted": [clean(name, 80) for name in list(mapping(count.get("uncounted")))[:MAX_SENTENCES]],
         "left_out": _sentences(count.get("left_out")),
-        "num_counts": sum(event.get("event") == "count" for event in run.events),
+        "num_counts": len(counts),
         "flop_error": max(map(abs, errors), default=None),
         "elsewhere": elsewhere(run, mfu),
         "overhead_share": number(means.get("perf/overhead_share")),
@@ -169,8 +172,6 @@ def _method(run: Run, means: Mapping[str, float], mfu: float | None) -> dict[str
 
 def _peaks(run: Run) -> list[dict[str, Any]]:
     """The peak of each dtype that did work; the newest one counts."""
-    known = {str(dtype): peak for dtype, peak in run.header.peak.items() if isinstance(peak, Mapping)}
-    known |= {str(event.get("dtype")): event for event in run.events if event.get("event") == "peak"}
     return [
         {
             "dtype": clean(dtype, 20),
@@ -179,23 +180,19 @@ def _peaks(run: Run) -> list[dict[str, Any]]:
             "source": clean(peak.get("source") or "", 40),
             "note": clean(peak.get("note") or "", MAX_SENTENCE),
         }
-        for dtype, peak in list(known.items())[:MAX_SENTENCES]
+        for dtype, peak in list(run.peaks().items())[:MAX_SENTENCES]
     ]
 
 
 def _warnings(run: Run) -> list[str]:
     """Each warning once."""
-    texts = (event.get("message") for event in run.events if event.get("event") == "warning")
+    texts = (event.get("message") for event in run.named("warning"))
     return _sentences(list(dict.fromkeys(text for text in texts if isinstance(text, str))))
 
 
 def _sentences(values: Any) -> list[str]:
     texts = [text for text in values if isinstance(text, str)] if isinstance(values, (list, tuple)) else []
     return [clean(text, MAX_SENTENCE) for text in texts[:MAX_SENTENCES]]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ _QUANTITIES = ("step_s", "own_s", "blocked_s", "data_wait_s", "forward_s", "back
 
 def ranks_of(run: Run) -> dict[str, Any] | None:
     """Own work time by rank and interval, the spread of the last interval, and stragglers; None for a single rank."""
-    events = _named(run, "ranks")
+    events = run.named("ranks")
     if not events:
         return None
     columns, steps = _columns(events)
@@ -29,7 +29,7 @@ def ranks_of(run: Run) -> dict[str, Any] | None:
         "own_s": columns,
         "stats": _stats(events[-1].get("stats")),
         "missing": [rank for rank in _list(events[-1].get("missing")) if isinstance(rank, int)][:MAX_STRAGGLERS],
-        "stragglers": [_straggler(event) for event in _named(run, "straggler")[-MAX_STRAGGLERS:]],
+        "stragglers": [_straggler(event) for event in run.named("straggler")[-MAX_STRAGGLERS:]],
     }
 
 
@@ -65,10 +65,6 @@ def _stats(stats: Any) -> list[dict[str, Any]]:
 def _straggler(event: dict[str, Any]) -> dict[str, Any]:
     texts = {name: clean(event.get(name) or "", 80) for name in ("host", "phase", "cause")}
     return {**texts, **{name: number(event.get(name)) for name in ("rank", "extra_s", "since_step")}}
-
-
-def _named(run: Run, name: str) -> list[dict[str, Any]]:
-    return [event for event in run.events if event.get("event") == name]
 
 
 def _list(value: Any) -> list[Any]:

@@ -88,8 +88,8 @@ def _marks(run: Run) -> dict[str, Any]:
         "pauses": _pauses(run),
         "drops": [
             {"step": _step_of(event.get("since_step")), "from_mfu": number(event.get("from_mfu")), "to_mfu": to_mfu}
-            for event in run.events
-            if event.get("event") == "regime" and (to_mfu := number(event.get("to_mfu"))) is not None
+            for event in run.named("regime")
+            if (to_mfu := number(event.get("to_mfu"))) is not None
         ][:MAX_MARKS],
         "num_restarts": len(run.headers) - 1,
     }
@@ -99,8 +99,8 @@ def _pauses(run: Run) -> list[dict[str, Any]]:
     """The pauses; of too many the longest."""
     found = [
         (duration_s, _step_of(event.get("after_step")), event.get("name"))
-        for event in run.events
-        if event.get("event") == "pause" and (duration_s := number(event.get("duration_s"))) is not None
+        for event in run.named("pause")
+        if (duration_s := number(event.get("duration_s"))) is not None
     ]
     longest = sorted(found, key=lambda pause: -pause[0])[:MAX_MARKS]
     return [

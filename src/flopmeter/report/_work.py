@@ -16,9 +16,9 @@ MAX_NODES = 600
 
 def work_of(run: Run) -> dict[str, Any] | None:
     """The last count of the run, made ready to show; None when nothing was counted."""
-    count = last_event(run, "count")
-    model_flop = number(count.get("model_flop")) if count else None
-    if count is None or not model_flop or model_flop <= 0:
+    count = run.last("count")
+    model_flop = number(count.get("model_flop"))
+    if not model_flop or model_flop <= 0:
         return None
     parts = ("forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop")
     return {
@@ -28,11 +28,6 @@ def work_of(run: Run) -> dict[str, Any] | None:
         "by_op": _largest(_flop(count.get("by_op"))),
         "by_dtype": _largest(_flop(count.get("by_dtype"))),
     }
-
-
-def last_event(run: Run, name: str) -> dict[str, Any] | None:
-    """The newest event of that name."""
-    return next((event for event in reversed(run.events) if event.get("event") == name), None)
 
 
 def _flop(values: Any) -> dict[str, float]:

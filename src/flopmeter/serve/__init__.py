@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flopmeter")
 
 DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8484
 MAX_COMPARED = 8
 _ASSETS = {"page.css": "text/css", "live.css": "text/css", "page.js": "text/javascript", "live.js": "text/javascript"}
 

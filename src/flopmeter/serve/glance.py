@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flopmeter.errors import RecordError
 from flopmeter.metrics import summarise
@@ -124,5 +124,4 @@ def _glance(run: Run, name: str, title: str, status: os.stat_result, now_s: floa
 
 def _device(run: Run) -> str:
     """The name that the peak was looked up by says more than `cpu`."""
-    named: list[Any] = [event.get("device") for event in run.events if event.get("event") == "peak"]
-    return str(named[-1]) if named and named[-1] else run.header.device
+    return str(run.last("peak").get("device") or run.header.device)

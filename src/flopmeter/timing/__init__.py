@@ -23,8 +23,6 @@ class StepTime(NamedTuple):
     """Wall time without pauses."""
     phase_ns: tuple[int, ...]
     """Time by phase, in the order of `schema.PHASES`; they add up to `step_ns`."""
-    end_ns: int
-    """The clock at its end."""
 
 
 class PhaseClock:
@@ -99,21 +97,23 @@ class PhaseClock:
 
 def split(marks: Sequence[int]) -> StepTime:
     """Time by phase, from the marks of one step: clock, phase, clock, phase, ..., clock."""
+    phase_ns = tuple(_totals_ns(marks)[:PAUSE])
+    return StepTime(sum(phase_ns), phase_ns)
+
+
+def _totals_ns(marks: Sequence[int]) -> list[int]:
+    """Time by phase, pauses last; a phase that still runs at the last mark has none from there on."""
     totals_ns = [0] * (PAUSE + 1)
     for at in range(0, len(marks) - 2, 2):
         totals_ns[marks[at + 1]] += marks[at + 2] - marks[at]
-    phase_ns = tuple(totals_ns[:PAUSE])
-    return StepTime(sum(phase_ns), phase_ns, marks[-1])
+    return totals_ns
 
 
 def _shortened(marks: list[int]) -> list[int]:
     """The same step in a few marks, as if each phase had run once."""
-    totals_ns = [0] * (PAUSE + 1)
-    for at in range(0, len(marks) - 3, 2):
-        totals_ns[marks[at + 1]] += marks[at + 2] - marks[at]
     result: list[int] = []
     now_ns = marks[0]
-    for phase, total_ns in enumerate(totals_ns):
+    for phase, total_ns in enumerate(_totals_ns(marks)):
         result += (now_ns, phase)
         now_ns += total_ns
     return [*result, *marks[-2:]]

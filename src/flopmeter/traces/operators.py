@@ -8,31 +8,16 @@ all of them are products, the outermost where an attention surrounds the product
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from flopmeter.flops.formulas import Formula, FormulaFunction, Spec, find
+from flopmeter.flops.formulas import PRODUCTS, RECORDED_DTYPES, Formula, Spec, find, num_positional
 from flopmeter.flops.formulas import Work as Flop
 from flopmeter.traces.events import Args
 
-_PRODUCTS = frozenset({"matmul", "grouped", "quantized", "sparse"})
-_DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "c10::Half": "float16",
-    "c10::complex<float>": "complex64",
-    "c10::complex<double>": "complex128",
-    "signed char": "int8",
-    "unsigned char": "uint8",
-    "short": "int16",
-    "int": "int32",
-    "long": "int64",
-    "long int": "int64",
-}
 _MAX_RECORD_BYTES = 1 << 16
 """Arguments longer than this are lists of thousands of tensors; no operator with a formula has them."""
 
@@ -87,7 +72,7 @@ def uncounted(operators: Iterable[Operator]) -> dict[str, int]:
 def _is_told_better_by(inner: Operator, outer: Operator) -> bool:
     families = {inner.formula.family, outer.formula.family}
     is_same = inner.formula.op == outer.formula.op
-    return is_same or families <= _PRODUCTS or (outer.formula.composite and len(families) == 1)
+    return is_same or families <= PRODUCTS or (outer.formula.composite and len(families) == 1)
 
 
 def _recorded(formula: Formula, args: Args | None) -> tuple[Flop | None, str]:
@@ -108,7 +93,7 @@ def _evaluate(op: str, shapes: bytes, dtypes: bytes, values: bytes) -> tuple[Flo
         arguments = _arguments(shapes, dtypes, values)
         dtype = next((argument.dtype for argument in arguments if isinstance(argument, Spec)), "")
         # Keyword-only arguments are recorded after the others; a formula with no place for them needs none.
-        flop = formula(*arguments[: _num_positional(formula.function)])
+        flop = formula(*arguments[: num_positional(formula.function)])
         return (flop if _is_sound(flop) else None), dtype
     except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError, msgspec.MsgspecError):
         return None, ""
@@ -132,7 +117,7 @@ def _argument(shape: Any, dtype: str, value: Any) -> Any:
         return [Spec(tuple(map(int, member))) for member in shape]
     if dtype in ("", "Scalar", "ScalarList", "GenericList"):
         return _literal(value) if isinstance(value, str) else value
-    return Spec(tuple(map(int, shape)), _DTYPES.get(dtype, dtype.removeprefix("c10::").lower()))
+    return Spec(tuple(map(int, shape)), RECORDED_DTYPES.get(dtype, dtype.removeprefix("c10::").lower()))
 
 
 def _literal(text: str) -> Any:
@@ -141,11 +126,3 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text) if 0 < len(text) < 1000 else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-
-
-@cache
-def _num_positional(function: FormulaFunction) -> int | None:
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)

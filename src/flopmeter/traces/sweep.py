@@ -32,7 +32,7 @@ def segments(
     marks = sorted(set(cuts))
     if len(marks) < 2:
         return
-    changes = _changes(starts, ends, works, marks)
+    changes = _changes(starts, ends, marks)
     active: list[set[int]] = [set() for _ in Work]
     running = _IDLE_BIT  # a bit for each kind of work, so that the lowest one says what to charge
     now = marks[0]
@@ -64,9 +64,7 @@ def _next_start(changes: list[tuple[float, int, int]], index: int) -> int:
     return changes[index][2] if index < len(changes) else -1
 
 
-def _changes(
-    starts: Sequence[float], ends: Sequence[float], works: Sequence[int], marks: list[float]
-) -> list[tuple[float, int, int]]:
+def _changes(starts: Sequence[float], ends: Sequence[float], marks: list[float]) -> list[tuple[float, int, int]]:
     """Starts, ends and cuts between the first and the last cut, in order; at one instant ends come first."""
     first, last = marks[0], marks[-1]
     changes = [(mark, _CUT, -1) for mark in marks]

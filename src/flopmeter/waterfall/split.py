@@ -81,11 +81,8 @@ class Split:
         """Garbage collection of a step that the median step has too; rare long ones are not in it."""
         events = self.window.events("gc")
         longest_s = max(known(event.get("longest_s") for event in events), default=0.0)
-        mean_s = self._gc_s() / len(self.window)
+        mean_s = self.window.gc_s() / len(self.window)
         return mean_s if mean_s >= RARE * longest_s else 0.0
-
-    def _gc_s(self) -> float:
-        return math.fsum(known(event.get("duration_s") for event in self.window.events("gc")))
 
     def _total(self, amount: Amount, how: str) -> Slice:
         """An amount of every step, over the window; steps that do not know it are taken to be like the others."""
@@ -174,11 +171,11 @@ class Split:
         return self._from_samples("communication_s")
 
     def _pauses(self) -> Slice:
-        named = {**self.window.pauses_s(), "garbage collection": self._gc_s(), "measuring": self.window.surplus_s}
+        window = self.window
+        named = {**window.pauses_s(), "garbage collection": window.gc_s(), "measuring": window.surplus_s}
         listed = [f"{name[:40]} {seconds:.3g} s" for name, seconds in named.items() if seconds]
-        step = self.window.step
-        num_marked = len(self.window) - len(self.window.ordinary)
-        uncertainty_s = step.deviation_s * math.sqrt(num_marked) if step else 0.0
+        num_marked = len(window) - len(window.ordinary)
+        uncertainty_s = window.step.deviation_s * math.sqrt(num_marked) if window.step else 0.0
         return Slice(math.fsum(named.values()), uncertainty_s, ", ".join(listed[:8]) or "none")
 
     def remainder(self, wall_s: float, found: dict[str, Slice]) -> Slice:

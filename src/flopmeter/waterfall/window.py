@@ -92,10 +92,14 @@ class Window:
                 total_s[pause.name] = total_s.get(pause.name, 0.0) + pause.own_s
         return total_s
 
+    def gc_s(self) -> float:
+        """Seconds that collecting garbage took in the window."""
+        return math.fsum(known(event.get("duration_s") for event in self.events("gc")))
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of that name in the window; an undated one is taken to be in it."""
         end_s = math.inf if self._is_open else self.end_s
-        return [event for event in self.run.events if event.get("event") == name and not self._is_outside(event, end_s)]
+        return [event for event in self.run.named(name) if not self._is_outside(event, end_s)]
 
     def latest(self, name: str) -> dict[str, Any]:
         """The last event of that name in the window, else the last one before it, else the first one after it."""
@@ -103,7 +107,7 @@ class Window:
         return found[-1] if found else {}
 
     def _nearest(self, name: str) -> list[dict[str, Any]]:
-        named = [event for event in self.run.events if event.get("event") == name]
+        named = self.run.named(name)
         before = [event for event in named if number(event.get("time"), LATEST_S) < self.begin_s]
         return before or named[:1]
 

@@ -175,6 +175,14 @@ def as_share(value: float) -> float | None:
     return value if 0.0 <= value <= 1.01 else None
 
 
+def parse_share(text: str) -> float | None:
+    """The share that a text says; None when it is no number, or no share."""
+    try:
+        return as_share(float(text))
+    except ValueError:
+        return None
+
+
 def locate(device: str, uuid: str | None) -> Target:
     """Name a GPU by its board, and by its GPU instance where the UUID is that of a MIG slice."""
     if uuid is None or uuid.startswith("GPU-"):

@@ -15,7 +15,7 @@ from time import monotonic
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
-from flopmeter.flops.counters import CounterReader, CounterUnavailableError, Reading, Target, as_share
+from flopmeter.flops.counters import CounterReader, CounterUnavailableError, Reading, Target, parse_share
 
 DEVICE_TYPE = "cuda"
 ORDER = 20
@@ -90,7 +90,7 @@ def _shares_of(text: str, target: Target) -> Iterator[tuple[str, float | None]]:
     for line in text.splitlines():
         parts = _LINE.match(line)
         if parts and parts[1] in FIELDS and _is_about(dict(_LABEL.findall(parts[2])), target):
-            yield FIELDS[parts[1]], _parse_share(parts[3])
+            yield FIELDS[parts[1]], parse_share(parts[3])
 
 
 def _is_about(labels: dict[str, str], target: Target) -> bool:
@@ -98,13 +98,6 @@ def _is_about(labels: dict[str, str], target: Target) -> bool:
     wanted_instance = "" if target.mig_instance is None else str(target.mig_instance)
     same_board = (target.uuid or "").casefold() in {value.casefold() for value in labels.values()}
     return same_board and labels.get("GPU_I_ID", "") == wanted_instance
-
-
-def _parse_share(number: str) -> float | None:
-    try:
-        return as_share(float(number))
-    except ValueError:
-        return None
 
 
 def fetch(address: str, *, timeout_s: float = TIMEOUT_S) -> str:

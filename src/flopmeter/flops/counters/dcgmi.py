@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from statistics import fmean
 
-from flopmeter.flops.counters import CounterReader, CounterUnavailableError, Reading, Target, as_share
+from flopmeter.flops.counters import CounterReader, CounterUnavailableError, Reading, Target, parse_share
 
 DEVICE_TYPE = "cuda"
 ORDER = 30
@@ -91,16 +91,9 @@ def parse_dmon(text: str, gpu_id: int) -> dict[str, float | None]:
     columns: dict[str, list[float]] = {name: [] for name in FIELDS.values()}
     for row in (row for row in rows if len(row) == len(FIELDS)):
         for name, cell in zip(FIELDS.values(), row, strict=True):
-            if (share := _parse_share(cell)) is not None:
+            if (share := parse_share(cell)) is not None:
                 columns[name].append(share)
     return {name: fmean(shares) if shares else None for name, shares in columns.items()}
-
-
-def _parse_share(cell: str) -> float | None:
-    try:
-        return as_share(float(cell))
-    except ValueError:
-        return None
 
 
 def run_dcgmi(*command: str, timeout_s: float = TIMEOUT_S) -> str:

@@ -19,6 +19,7 @@ have no formula and count as 0. No torch is imported here.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -49,6 +50,25 @@ class Work(NamedTuple):
     hardware: int
     """What the kernel executes: recomputation inside a fused backward included, skipped blocks excluded."""
 
+
+PRODUCTS = frozenset({"matmul", "grouped", "quantized", "sparse"})
+"""Families whose operators surround each other: of such a nest the innermost is closest to what ran."""
+MATRIX_WORD = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|linear|lstm|gru|rnn|einsum")
+"""A word in the name of an operator that probably does matrix work, whether or not it has a formula."""
+RECORDED_DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "long int": "int64",
+}
+"""Types as a profiler records them, in torch's words; one that is not here is "c10::" and torch's own word."""
 
 FormulaFunction = Callable[..., "int | Work"]
 _F = TypeVar("_F", bound=FormulaFunction)
@@ -126,6 +146,15 @@ def find(op: str) -> Formula | None:
     """The formula of an operator ("aten::mm"), or None when nobody has registered one."""
     _load_families()
     return _registry.get(op)
+
+
+@cache
+def num_positional(function: FormulaFunction) -> int | None:
+    """Arguments that a formula takes by position; None when it takes any number of them."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
 
 
 def all_formulas() -> dict[str, Formula]:
