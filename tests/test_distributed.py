@@ -213,6 +213,14 @@ def test_a_rank_that_is_slow_now_and_then_is_not_named() -> None:
     assert watch(*[slow(1, 0.3), slow(1, 0.3), slow(1, 0.0)] * 3) == [None] * 9
 
 
+def test_what_begins_in_the_middle_of_an_interval_is_named_all_the_same() -> None:
+    # A tenth of a step in the interval in which it begins, half a step from then on: less than a third of it.
+    named = watch(slow(1, 0.12), *[slow(1, 0.5)] * SUSTAINED)
+    assert named[:-1] == [None] * SUSTAINED
+    assert named[-1] is not None
+    assert (named[-1].rank, named[-1].since_step) == (1, 50)
+
+
 def test_noise_is_not_named_until_it_lasts() -> None:
     # The mean of 50 steps is off by sqrt(2 * 25 / 50) = 1: 0.3 is not three standard errors in any twelve intervals.
     assert watch(*[slow(1, 0.3, variance=25.0)] * 20) == [None] * 20
