@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from flopmeter.devices.table import OVERRIDE_VARIABLE
@@ -159,6 +158,7 @@ def test_a_check_that_raises_is_broken_with_its_reason_in_one_line(made_checks: 
 
 
 def test_a_check_that_never_ends_is_given_up_with_all_that_it_started(made_checks: Path) -> None:
+    psutil = pytest.importorskip("psutil", reason="it looks whether a process is still there")
     pid_file = made_checks / "pid"
     with CheckProcess() as process:
         assert process.run("made_good", 60).standing == "works"  # the process is up: the limit is for the check alone

@@ -41,9 +41,8 @@ def test_the_self_checks_pass(script: str) -> None:
     assert "FAIL" not in out
 
 
-@pytest.mark.parametrize("name", ["profiler_cost", "overhead"])
-def test_a_benchmark_ends_with_one_line_of_json(name: str) -> None:
-    result = json.loads(run(f"benchmarks/{name}.py", "--quick").splitlines()[-1])
+def test_a_benchmark_ends_with_one_line_of_json() -> None:
+    result = json.loads(run("benchmarks/overhead.py", "--quick").splitlines()[-1])
     assert result["version"] >= 1
 
 

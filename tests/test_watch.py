@@ -299,8 +299,9 @@ def test_own_events_evaluations_and_metrics_are_recorded(tmp_path: Path) -> None
 
 
 SCRIPT = """
-import sys, torch
+import signal, sys, torch
 from flopmeter import watch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background would have it ignored
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 monitor = watch(model, optimizer, output_dir=sys.argv[1], config={"monitoring": {"sinks": [], "flush_every": 5}})

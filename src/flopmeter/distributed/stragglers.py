@@ -34,7 +34,7 @@ MIN_EXTRA_S = 1e-3
 """On steps of a few milliseconds, what the operating system does to one of several processes is more than a share."""
 STANDARD_ERRORS = 3.0
 STEADINESS = 1 / 3
-"""The smallest recent excess over the largest: noise fluctuates more."""
+"""The smallest excess over the largest: noise fluctuates more."""
 NETWORK_GROWTH = 2.0
 
 Cause = Literal["slow_peer", "slow_network"]
@@ -96,8 +96,9 @@ class StragglerWatch:
         error_s = math.sqrt(math.fsum(excess.error_s**2 for excess in seen))
         is_starved = math.fsum(excess.starved_s for excess in seen) > math.fsum(extras) / 2
         num_needed = SUSTAINED_IF_STARVED if is_starved else SUSTAINED
-        # Only the newest must be steady: of what begins in the middle of an interval, the first one shows a part.
-        is_steady = len(seen) >= num_needed and min(extras[-num_needed:]) >= STEADINESS * max(extras)
+        # What begins in the middle of an interval shows there in part: the first need not be like the others.
+        steady = extras[1:] if len(extras) > num_needed else extras
+        is_steady = len(extras) >= num_needed and min(steady) >= STEADINESS * max(extras)
         if not is_steady or math.fsum(extras) <= STANDARD_ERRORS * error_s:
             return None
         phases = [excess.phase for excess in seen]
