@@ -160,20 +160,20 @@ class RunReader:
             RecordError: It is not a run file.
         """
         for raw in _lines(file):
-            self.take(raw)
-            if self.is_hopeless:
+            if not self.take(raw) and self.is_hopeless:
                 break
         if not self.run.headers:
             raise RecordError(f"{self.run.path} is not a flopmeter run file: it has no header line")
         self.settle()
         return self.run
 
-    def take(self, raw: bytes) -> None:
-        """Read one more line; what is wrong with it will be in `Run.skipped`."""
+    def take(self, raw: bytes) -> bool:
+        """Read one more line, and say whether it is sound; what is wrong with it will be in `Run.skipped`."""
         self._num_lines += 1
         problem = self._taken(raw)
         if problem:
             self._bad.setdefault(problem, []).append(self._num_lines)
+        return not problem
 
     @property
     def is_hopeless(self) -> bool:
@@ -191,7 +191,7 @@ class RunReader:
             self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
 
     def _taken(self, raw: bytes) -> str | None:
-        if not raw.strip():
+        if not raw or raw.isspace():
             return None
         if len(raw) > MAX_LINE_BYTES:
             return f"longer than {MAX_LINE_BYTES >> 20} MB"

@@ -87,8 +87,7 @@ class Tail:
         self.num_bytes_read += len(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
-            self._reader.take(line + b"\n")
-            if self._reader.is_hopeless:
+            if not self._reader.take(line + b"\n") and self._reader.is_hopeless:
                 raise RecordError("it is not a flopmeter run file: it has no header line")
         # Of an overlong line the beginning is enough for the reader to refuse it.
         self._rest = self._rest[: MAX_LINE_BYTES + 1]

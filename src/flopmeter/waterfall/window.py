@@ -30,8 +30,8 @@ class Amount(NamedTuple):
         if not seconds:
             return None
         mean_s = math.fsum(seconds) / len(seconds)
-        variance = math.fsum((value - mean_s) ** 2 for value in seconds) / len(seconds)
-        return cls(mean_s, median(seconds), math.sqrt(variance), len(seconds))
+        deviation_s = math.dist(seconds, [mean_s] * len(seconds)) / math.sqrt(len(seconds))
+        return cls(mean_s, median(seconds), deviation_s, len(seconds))
 
 
 class Window:
