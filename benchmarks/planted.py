@@ -3,10 +3,11 @@
     python benchmarks/planted.py [--seconds 15] [--runs 3] [--plants slow_disk,fp64] [--workloads gpt,conv,hf]
                                  [--none-runs 20] [--pairs 10] [--quick] [--record benchmarks/results/planted.json]
 
-Each run with a fault has a twin without it, right before or after, in the same setting: the work per second of the two
-says what the fault really cost. The rules' thresholds were set on the GPT; the other workloads only score them. Text is
-compared by tokens that are not padding, images by samples. Training has one thread, so that a loader that computes does
-not take it away. Sizes come from a fixed seed. The last line printed is JSON; failures are in it.
+Each run with a fault stands between two twins without it, half as long, in the same setting: the work per second with
+the fault and the mean of that without say what it really cost, also on a machine that gets slower or faster meanwhile.
+The rules' thresholds were set on the GPT; the other workloads only score them. Text is compared by tokens that are not
+padding, images by samples. Training has one thread, so that a loader that computes does not take it away. Sizes come
+from a fixed seed. The last line printed is JSON; failures are in it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from flopmeter.demo import PLANTS, WORKLOADS, Plant, Planted, WorkloadName, find
 from flopmeter.diagnosis import diagnose
 from flopmeter.record import Run
 
-BENCHMARK_VERSION = 2
+BENCHMARK_VERSION = 3
 SEED = 20
 TUNED_ON = "gpt"
 NONE = "none"
@@ -58,8 +59,6 @@ class Trial:
     """The model."""
     faults: tuple[tuple[str, float], ...]
     """Plants and sizes; more than one in a pair."""
-    is_twin_first: bool
-    """Whether the run without the faults comes first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +76,7 @@ class Outcome:
     findings: list[tuple[str, float | None]] = field(default_factory=list)
     """All rules that found something, with the gain that they predict."""
     twin_verdict: str = ""
-    """The first finding of the run without the faults."""
+    """The first finding of the runs without the faults: of the one that is not healthy, if any."""
     real_gain: float | None = None
     """Work per second without the faults over that with them, minus one."""
     num_steps: int = 0
@@ -100,22 +99,22 @@ def trials(arguments: argparse.Namespace) -> Iterator[Trial]:
     """All runs, in an order that spreads each plant over the time."""
     draw = random.Random(SEED)
     plants = [find_plant(name) for name in arguments.plants]
-    for number in range(arguments.runs):
+    for _ in range(arguments.runs):
         for plant in plants:
             for workload in arguments.workloads:
                 if plant.name != NONE and workload in plant.workloads:
-                    yield Trial(workload=workload, faults=(_drawn(plant, draw),), is_twin_first=number % 2 == 0)
+                    yield Trial(workload=workload, faults=(_drawn(plant, draw),))
     if NONE in arguments.plants:
         for number in range(arguments.none_runs):
             workload = arguments.workloads[number % len(arguments.workloads)]
-            yield Trial(workload=workload, faults=((NONE, 1.0),), is_twin_first=False)
+            yield Trial(workload=workload, faults=((NONE, 1.0),))
     single = [plant for plant in plants if plant.num_ranks == 1 and plant.name not in ALONE]
     pairs = list(combinations(single, 2))
     for one, other in draw.sample(pairs, min(arguments.pairs, len(pairs))):
         shared = [name for name in arguments.workloads if name in one.workloads and name in other.workloads]
         if shared:
             faults = (_drawn(one, draw), _drawn(other, draw))
-            yield Trial(workload=draw.choice(shared), faults=faults, is_twin_first=True)
+            yield Trial(workload=draw.choice(shared), faults=faults)
 
 
 def _drawn(plant: Plant, draw: random.Random) -> tuple[str, float]:
@@ -123,42 +122,50 @@ def _drawn(plant: Plant, draw: random.Random) -> tuple[str, float]:
 
 
 def run_trial(trial: Trial, seconds: float, min_steps: int, folder: Path) -> Outcome:
-    """Train with the faults and without, and compare."""
+    """Train with the faults, and without them before and after, and compare."""
     plants = [find_plant(name) for name, _ in trial.faults]
     outcome = Outcome(workload=trial.workload, planted=dict(trial.faults), wanted=[plant.rule for plant in plants])
-    has_twin = trial.faults[0][0] != NONE
-    order = ([False, True] if trial.is_twin_first else [True, False]) if has_twin else [True]
-    runs: dict[bool, Run] = {}
+
+    def train(name: str, *, is_on: bool) -> Run:
+        planted = [Planted(plant, size, is_on) for plant, (_, size) in zip(plants, trial.faults, strict=True)]
+        share = 1.0 if is_on else 0.5
+        gc.collect()  # what the run before has left is not this one's garbage
+        run_demo(
+            folder / name, seconds * share, QUIET, workload=trial.workload, planted=planted,
+            min_steps=round(min_steps * share),
+        )  # fmt: skip
+        return load_run(folder / name)
+
     try:
-        for is_on in order:
-            planted = [Planted(find_plant(name), size, is_on) for name, size in trial.faults]
-            output = folder / f"{is_on}"
-            gc.collect()  # what the run before has left is not this one's garbage
-            run_demo(output, seconds, QUIET, workload=trial.workload, planted=planted, min_steps=min_steps)
-            runs[is_on] = load_run(output)
-        _judge(outcome, runs)
+        if trial.faults[0][0] == NONE:
+            _judge(outcome, train("faulty", is_on=True), ())
+        else:
+            before = train("before", is_on=False)
+            faulty = train("faulty", is_on=True)
+            _judge(outcome, faulty, (before, train("after", is_on=False)))
     except Exception as error:  # noqa: BLE001 - a trial that fails is a result, and must not end the others
         outcome.error = f"{type(error).__name__}: {error}"
     return outcome
 
 
-def _judge(outcome: Outcome, runs: dict[bool, Run]) -> None:
-    found = diagnose(runs[True]).findings
+def _judge(outcome: Outcome, faulty: Run, twins: Sequence[Run]) -> None:
+    found = diagnose(faulty).findings
     outcome.findings = [(finding.rule, finding.gain.expected if finding.gain else None) for finding in found]
     outcome.verdict = found[0].rule if found else "nothing"
-    outcome.num_steps = len(runs[True].steady())
-    if False in runs:
-        twin = diagnose(runs[False]).findings
-        outcome.twin_verdict = twin[0].rule if twin else "nothing"
+    outcome.num_steps = len(faulty.steady())
+    if twins:
+        verdicts = [found[0].rule if (found := diagnose(twin).findings) else "nothing" for twin in twins]
+        outcome.twin_verdict = next((verdict for verdict in verdicts if verdict != "healthy"), "healthy")
         typical = fmean if UNEVEN & outcome.planted.keys() else median
-        outcome.real_gain = work_per_s(runs[False], typical) / work_per_s(runs[True], typical) - 1
+        without = fmean(work_per_s(twin, typical) for twin in twins)
+        outcome.real_gain = without / work_per_s(faulty, typical) - 1
 
 
 def work_per_s(run: Run, typical: Callable[[Iterable[float]], float]) -> float:
     """Tokens (else samples) per second of a typical step and its share of the pauses, ours left out.
 
-    The median one where it can be, because the two runs come one after the other: a slow moment of the machine hits one
-    of them.
+    The median one where it can be, because the runs come one after the other: a slow moment of the machine hits one of
+    them.
     """
     steady = run.steady()
     step_s, rate = run.column("perf/step_time"), run.column("perf/tokens_per_second")

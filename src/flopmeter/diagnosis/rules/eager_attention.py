@@ -2,15 +2,16 @@
 
 How we know. An observed step saw a softmax over a length x length table between two batched matmuls, which is
 attention spelled out. Its cost comes from the sampled step: softmax, masking, scaling and copying of the scores,
-forward and backward, and the batched matmuls that work on masked pairs too.
+forward and backward. The batched matmuls are named beside them.
 
 What to do. Call torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) instead of softmax(q @ k.T)
 @ v; in transformers load the model with attn_implementation="sdpa" (or "flash_attention_2" on a GPU that has it).
 Pass is_causal=True rather than a mask tensor where you can: a mask of your own may rule out the flash kernel. Only
 code that reads the attention weights needs them spelled out.
 
-The gain takes all work on the scores as saved and half of their matmuls (expected: a causal kernel skips the masked
-half), softmax and masking by half (low), or those and three quarters of the matmuls (high).
+The gain takes all work on the scores as saved and none of their matmuls (expected: a causal kernel skips the masked
+half, but computes the scores once more in the backward pass), softmax and masking by half (low), or all work on the
+scores and half of the matmuls (high).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def check(evidence: Evidence) -> Finding | None:
     scores_s = evidence.top_s(_SCORES) * evidence.num_steps
     passes_s = min(evidence.top_s(_PASSES) * evidence.num_steps, MAX_PASSES * scores_s)
     products_s = evidence.top_s(_PRODUCTS) * evidence.num_steps
-    saved_s = scores_s + passes_s + products_s / 2
+    saved_s = scores_s + passes_s
     share = saved_s / evidence.wall_s
     if evidence.sampled is not None and share < MIN_SHARE:
         return None
@@ -53,8 +54,7 @@ def check(evidence: Evidence) -> Finding | None:
         evidence=(
             f"{str(seen.get('calls'))[:20]} softmaxes over {str(seen.get('length'))[:20]} x "
             f"{str(seen.get('length'))[:20]} scores in a step{': ' + places if places else ''}",
-            f"scores {percent((scores_s + passes_s) / evidence.wall_s)}, their matmuls "
-            f"{percent(products_s / evidence.wall_s)} of the time"
+            f"scores {percent(share)}, their matmuls {percent(products_s / evidence.wall_s)} of the time"
             if evidence.sampled
             else "no step was sampled, so what it costs is not known",
         ),
@@ -62,7 +62,5 @@ def check(evidence: Evidence) -> Finding | None:
             "call torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
             'in transformers: from_pretrained(..., attn_implementation="sdpa")',
         ),
-        gain=evidence.gain(saved_s, low_s=scores_s / 2, high_s=scores_s + passes_s + 0.75 * products_s)
-        if evidence.sampled
-        else None,
+        gain=evidence.gain(saved_s, low_s=scores_s / 2, high_s=saved_s + products_s / 2) if evidence.sampled else None,
     )

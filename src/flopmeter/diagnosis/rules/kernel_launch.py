@@ -4,7 +4,7 @@ How we know. A sampled step shows how long nothing ran while the host prepared t
 how many operators there were. The update of the weights takes equally long whatever the batch, so it belongs to the
 fixed cost as well, unless it is slow for reasons of its own (see optimizer_heavy). Gaps behind a synchronisation, and
 what the loop's own code takes between the phases, are left to host_sync. On a GPU the device was seen waiting for the
-host. On a CPU the start of an operator is inside the operator's own time: 5 microseconds of each are taken for it.
+host. On a CPU the start of an operator is inside the operator's own time: 7.5 microseconds of each are taken for it.
 
 What to do. Raise the batch size until memory is full; that spreads the fixed cost over more samples. Where memory
 does not allow it, gradient accumulation spreads at least the update. Let torch.compile(model) fuse the small
@@ -24,7 +24,7 @@ from flopmeter.diagnosis._finding import Finding
 MIN_SHARE = 0.2
 """A fifth: eager PyTorch on a healthy model loses a twentieth to a tenth here, and its update as much again."""
 LIGHT_OPTIMIZERS = ("fused", "foreach")
-OPERATOR_S = 5e-6
+OPERATOR_S = 7.5e-6
 """What an eager operator on a CPU takes before it computes: dispatch, autograd, memory. Set on the demo's GPT."""
 EXPLAINS = ("memory_bound",)
 """Operators that are too small spend their time on being started, whatever they are."""
