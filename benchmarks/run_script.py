@@ -1,11 +1,13 @@
 """What does `flopmeter run` cost beside `python` on the same program?
 
-    python benchmarks/run_script.py [--steps 300] [--pairs 5] [--short]
+    python benchmarks/run_script.py [--steps 1200] [--pairs 5] [--short]
 
-Both commands run in turn, each in a process of its own, so that a slow moment of the machine hits both. The program
-times its own steps. `steady` compares the medians of the steps after the first 20; `all` the time of the whole loop,
-with what it takes to understand it and to measure a step; `start-up` the wall time of programs that train nothing.
-One torch thread. The last line printed is JSON.
+Two processes train the same model, one under each command, and a few steps at a time in turn: the program waits for a
+line on its standard input before every block. So a slow moment of the machine hits both, and a step is compared with
+one of the same turn. `a step` is the median of these differences over the steps after the first 20, with its standard
+error; `measured steps` is what observed and profiled ones took beyond an ordinary step, spread over all; `the first
+20 steps` is what it takes to understand the loop and to observe it for the first time. `start-up` is the wall time of
+programs that train nothing. One torch thread. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-BENCHMARK_VERSION = 1
+from flopmeter import load_run
+
+BENCHMARK_VERSION = 2
 START_STEPS = 20
+BLOCK = 4
 COMMANDS = {"python": [], "flopmeter run": ["-m", "flopmeter", "run", "--quiet", "-o"]}
 EMPTY = {"an empty program": "pass", "a program that imports torch": "import torch"}
 TRAINING = """
@@ -36,35 +41,37 @@ from torch import nn
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-num_steps, width, batch, length = int(sys.argv[1]), 128, 8, 64
+width, batch, length = 128, 8, 64
 model = nn.Sequential(
     nn.Embedding(256, width),
     *(nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(3)),
     nn.Linear(width, 256),
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-begin, ends = time.perf_counter(), []
-for _ in range(num_steps):
-    ids = torch.randint(256, (batch, length + 1))
-    loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    ends.append(time.perf_counter())
-steps = [end - start for start, end in zip([begin, *ends], ends)]
-print(json.dumps({"steps_s": steps, "loss": loss.item()}))
+for line in sys.stdin:
+    ends = [time.perf_counter()]
+    for _ in range(int(line)):
+        ids = torch.randint(256, (batch, length + 1))
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    print(json.dumps([end - start for start, end in zip(ends, ends[1:])]), flush=True)
+print(loss.item(), flush=True)
 """
 
 
-def run(command: str, folder: Path, script: Path, *arguments: str) -> tuple[float, str]:
-    """Wall time of a process, and what it printed."""
-    options = [*COMMANDS[command], str(folder / f"record-{time.monotonic_ns()}")] if COMMANDS[command] else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def command_line(command: str, record: Path, script: Path) -> list[str]:
+    options = [*COMMANDS[command], str(record)] if COMMANDS[command] else []
+    return [sys.executable, *options, str(script)]
+
+
+def wall_s(command: str, folder: Path, script: Path) -> float:
+    """Wall time of a process that trains nothing."""
     start_s = time.perf_counter()
-    answer = subprocess.run(
-        [sys.executable, *options, str(script), *arguments], capture_output=True, text=True, env=environment, check=True
-    )
-    return time.perf_counter() - start_s, answer.stdout
+    subprocess.run(command_line(command, folder / "empty", script), capture_output=True, check=True)
+    return time.perf_counter() - start_s
 
 
 def start_up(folder: Path, num_pairs: int) -> dict[str, dict[str, float]]:
@@ -76,33 +83,72 @@ def start_up(folder: Path, num_pairs: int) -> dict[str, dict[str, float]]:
         times: dict[str, list[float]] = {command: [] for command in COMMANDS}
         for _ in range(num_pairs):
             for command in COMMANDS:
-                times[command].append(run(command, folder, script)[0])
+                times[command].append(wall_s(command, folder, script))
         results[name] = {command: statistics.median(values) for command, values in times.items()}
     return results
 
 
-def training(folder: Path, num_pairs: int, num_steps: int) -> dict[str, dict[str, float]]:
-    """Step times of the same training, by command; raises when the losses differ."""
-    script = folder / "train.py"
+class Training:
+    """A process that trains when it is told to."""
+
+    def __init__(self, command: str, record: Path, script: Path) -> None:
+        self._process = subprocess.Popen(
+            command_line(command, record, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.steps_s: list[float] = []
+
+    def train(self, num_steps: int) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{num_steps}\n")
+        self._process.stdin.flush()
+        self.steps_s += json.loads(self._process.stdout.readline())
+
+    def end(self) -> float:
+        """The last loss."""
+        answer, _ = self._process.communicate()
+        return float(answer)
+
+
+def training(folder: Path, num_steps: int) -> dict[str, float]:
+    """What a step of the same training takes more; raises when the losses differ."""
+    script, record = folder / "train.py", folder / "record"
     script.write_text(TRAINING)
-    steady: dict[str, list[float]] = {command: [] for command in COMMANDS}
-    loops: dict[str, list[float]] = {command: [] for command in COMMANDS}
-    losses = set()
-    for _ in range(num_pairs):
-        for command in COMMANDS:
-            answer = json.loads(run(command, folder, script, str(num_steps))[1])
-            steady[command].append(statistics.median(answer["steps_s"][min(START_STEPS, num_steps // 2) :]))
-            loops[command].append(sum(answer["steps_s"]))
-            losses.add(answer["loss"])
-    if len(losses) != 1:
+    runs = {command: Training(command, record, script) for command in COMMANDS}
+    for turn in range(num_steps // BLOCK):
+        for command in list(COMMANDS)[:: 1 if turn % 2 else -1]:
+            runs[command].train(BLOCK)
+    losses = {command: run.end() for command, run in runs.items()}
+    if len(set(losses.values())) != 1:
         raise SystemExit(f"the losses differ: {losses}")
+    plain, watched = (run.steps_s for run in runs.values())
+    return compared(plain, watched, measured_steps(record))
+
+
+def measured_steps(record: Path) -> list[int]:
+    """Steps after the start that were observed or profiled, counted from 0."""
+    return [at for at, marks in load_run(record).marks.items() if at >= START_STEPS and marks]
+
+
+def compared(plain: list[float], watched: list[float], measured: list[int]) -> dict[str, float]:
+    start = min(START_STEPS, len(plain) // 2)
+    step_s = statistics.median(plain[start:])
+    more = [b - a for a, b in zip(plain[start:], watched[start:], strict=True)]
+    low_s, more_s, high_s = statistics.quantiles(more, n=4)
+    measuring_s = sum(watched[at] - step_s - more_s for at in measured)
     return {
-        command: {"step_s": statistics.median(steady[command]), "loop_s": statistics.median(loops[command])}
-        for command in COMMANDS
+        "num_steps": len(plain),
+        "step_s": step_s,
+        "more_s": more_s,
+        "error_s": 1.25 * (high_s - low_s) / 1.35 / len(more) ** 0.5,  # the middle half is 1.35 deviations wide
+        "num_measured": len(measured),
+        "measuring_s": measuring_s / len(more),
+        "start_s": sum(watched[:start]) - sum(plain[:start]),
     }
 
 
-def show(starts: dict[str, dict[str, float]], trained: dict[str, dict[str, float]], num_steps: int) -> None:
+def show(starts: dict[str, dict[str, float]], trained: dict[str, float]) -> None:
     table = Table(title="flopmeter run against python", title_justify="left")
     for heading in ("what", *COMMANDS, "more"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
@@ -110,11 +156,13 @@ def show(starts: dict[str, dict[str, float]], trained: dict[str, dict[str, float
         table.add_row(
             f"start-up: {name}", *(f"{value * 1e3:.0f} ms" for value in times.values()), f"{_more(times) * 1e3:.0f} ms"
         )
-    for key, name in (("step_s", "steady step"), ("loop_s", f"all {num_steps} steps")):
-        times = {command: values[key] for command, values in trained.items()}
-        table.add_row(
-            name, *(f"{value * 1e3:.2f} ms" for value in times.values()), f"{_more(times) / times['python']:+.2%}"
-        )
+    step_s, more_s, error_s = (trained[key] for key in ("step_s", "more_s", "error_s"))
+    table.add_row(
+        "a step", f"{step_s * 1e3:.2f} ms", f"{(step_s + more_s) * 1e3:.2f} ms",
+        f"{more_s / step_s:+.2%} (+- {error_s / step_s:.2%})",
+    )  # fmt: skip
+    table.add_row(f"{trained['num_measured']:.0f} measured steps", "", "", f"{trained['measuring_s'] / step_s:+.2%}")
+    table.add_row(f"the first {START_STEPS} steps", "", "", f"{trained['start_s'] * 1e3:.0f} ms")
     Console(stderr=True).print(table)
 
 
@@ -124,18 +172,18 @@ def _more(times: dict[str, float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
-    num_pairs, num_steps = (1, 8) if arguments.short else (arguments.pairs, arguments.steps)
+    num_pairs, num_steps = (1, 16) if arguments.short else (arguments.pairs, arguments.steps)
     with tempfile.TemporaryDirectory() as name:
         starts = start_up(Path(name), num_pairs)
-        trained = training(Path(name), num_pairs, num_steps)
-    show(starts, trained, num_steps)
+        trained = training(Path(name), num_steps)
+    show(starts, trained)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": version("torch")}
     print(json.dumps({
-        "benchmark": "run_script", "version": BENCHMARK_VERSION, "machine": machine, "num_steps": num_steps,
+        "benchmark": "run_script", "version": BENCHMARK_VERSION, "machine": machine,
         "num_pairs": num_pairs, "start_up_s": starts, "training": trained,
     }))  # fmt: skip
 

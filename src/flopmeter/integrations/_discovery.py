@@ -7,14 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from flopmeter.integrations._models import Calls, has_gradients, key_of, live, live_optimizers, owners, parameters_of
+from flopmeter.integrations._models import Calls, has_gradients, key_of, live, owners, parameters_of
 from flopmeter.integrations._steps import IN_BACKWARD, LEARNING_TURNS, CycleLearner
-from flopmeter.monitor import TrainingMonitor
-
-
-def is_measured_already() -> bool:
-    """Whether the program has a monitor of its own at work."""
-    return any(monitor.is_running for monitor in live(TrainingMonitor))
 
 
 class Discovery:
@@ -27,14 +21,14 @@ class Discovery:
     """
 
     def __init__(self, on_ready: Callable[[], None], num_missed: int, *, is_in_backward: bool) -> None:
-        optimizers = live_optimizers()
+        optimizers, modules = live()
         keys: set[Hashable] = {key_of(optimizer) for optimizer in optimizers}
         self.optimizers: dict[Hashable, Any] = {}
         """Those that have had a turn outside of a backward pass, by their keys."""
         self._on_ready = on_ready
         self._num_missed = num_missed
         self._learner = CycleLearner({IN_BACKWARD} if is_in_backward else keys)
-        self._calls = Calls(owners(parameters_of(optimizers)), self._note_forward)
+        self._calls = Calls(owners(parameters_of(optimizers), modules), self._note_forward)
 
     @property
     def models(self) -> list[nn.Module]:

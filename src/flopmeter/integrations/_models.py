@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,20 +23,25 @@ _OPAQUE = ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParall
 """What is called as a whole: nothing below is probed, and a compiled graph is left alone."""
 
 
-def live(kind: type[Any]) -> list[Any]:
-    """All objects of that class that the collector knows."""
+class Live(NamedTuple):
+    """What there is at one moment."""
+
+    optimizers: list[Optimizer]
+    """Those that have parameters, each parameter's first one only: wrappers share those of the inner one."""
+    modules: list[nn.Module]
+    """All modules."""
+
+
+def live() -> Live:
+    """All optimizers and modules that the collector knows, in one look: a large program has a million objects."""
     # Not isinstance: it would ask proxies of all sorts for their class.
-    return [item for item in gc.get_objects() if issubclass(type(item), kind)]
-
-
-def live_optimizers() -> list[Optimizer]:
-    """Every optimizer that has parameters, each parameter's first one only: wrappers share those of the inner one."""
-    found: dict[int, Optimizer] = {}
-    for item in live(Optimizer):
-        key = key_of(item)
+    found = [item for item in gc.get_objects() if issubclass(type(item), (nn.Module, Optimizer))]
+    optimizers: dict[int, Optimizer] = {}
+    for item in found:
+        key = key_of(item) if issubclass(type(item), Optimizer) else None
         if key is not None:
-            found.setdefault(key, item)
-    return list(found.values())
+            optimizers.setdefault(key, item)
+    return Live(list(optimizers.values()), [item for item in found if issubclass(type(item), nn.Module)])
 
 
 def key_of(optimizer: Any) -> int | None:
@@ -59,9 +64,8 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> set[int]:
     }
 
 
-def owners(parameters: Collection[int]) -> list[nn.Module]:
+def owners(parameters: Collection[int], modules: Collection[nn.Module]) -> list[nn.Module]:
     """Modules that may be what the loop calls: those that hold the parameters, from the outermost inwards."""
-    modules = live(nn.Module)
     inner = {id(child) for module in modules for child in _children(module)}
     holds: dict[int, bool] = {}
 

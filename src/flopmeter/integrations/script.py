@@ -8,6 +8,7 @@ those. When the program goes on to train something else, that gets a record of i
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import os
@@ -124,13 +125,14 @@ class Program:
             self._discovery.note(optimizer, is_in_backward=_is_in_backward())
 
     def _begin(self) -> None:
-        from flopmeter.integrations._discovery import Discovery, is_measured_already
-
-        if is_measured_already():
+        is_measured = _is_measured_already()
+        if is_measured:
             self._reason = "the program uses flopmeter itself"
-        self._is_idle = is_measured_already() or self._num_records >= MAX_RECORDS
+        self._is_idle = is_measured or self._num_records >= MAX_RECORDS
         if self._is_idle:
             return
+        from flopmeter.integrations._discovery import Discovery
+
         self._discovery = Discovery(self._attach, self._num_missed, is_in_backward=_is_in_backward())
         self._reason = "the program ended before its training loop was understood"
 
@@ -154,6 +156,14 @@ class Program:
         self._reason = reason
         self._is_idle = True
         logger.warning("flopmeter run is switched off (%s); the program goes on", reason)
+
+
+def _is_measured_already() -> bool:
+    """Whether the program has a monitor of its own at work."""
+    module = sys.modules.get("flopmeter.monitor")
+    if module is None:
+        return False  # nobody can have made one: that spares a look at all objects
+    return any(item.is_running for item in gc.get_objects() if issubclass(type(item), module.TrainingMonitor))
 
 
 def _is_in_backward() -> bool:
