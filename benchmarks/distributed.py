@@ -2,12 +2,13 @@
 
     python benchmarks/distributed.py [--ranks 2 4 8] [--steps 3000] [--quick]
 
-For each number of ranks one job trains a small model under DDP. Its monitor takes part in the statistics in every other
-block of steps: waits are timed, packets are left and read; in the blocks between it does not. Neighbouring blocks are
-compared, so that a slow moment of the machine hits both; the cost is the median of their ratios minus one, with its
-standard error. Where that is larger than the cost, CPU time says more: what all threads of rank 0 take beyond the
-blocks without statistics, as a share of the blocks' wall time, and the exchange's thread by itself. Beside it the calls
-to the store.
+For each number of ranks one job trains a small GPT under DDP, the one of `overhead.py`. Its monitor takes part in the
+statistics in every other block of steps: waits are timed, packets are left and read; in the blocks between it does not.
+Neighbouring blocks are compared, so that a slow moment of the machine hits both; the wall ratio is the median of their
+ratios minus one, with its standard error. Where that is larger than the cost, CPU time says more: what the statistics
+take on rank 0, as a share of the blocks' wall time. That is the exchange's thread, what the output thread takes beyond
+the blocks without statistics, and the calls on the training thread, each by its own clock. Beside it the calls to the
+store.
 
 More ranks than this machine has cores for are simulated: what rank 0 does with that many packets, and their size. The
 last line printed is JSON.
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flopmeter import TrainingMonitor
+from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.distributed.exchange import FLAT_RANKS, GROUP_RANKS
 from flopmeter.distributed.packet import FIELDS, PACKET_BYTES, unpack
 from flopmeter.distributed.stragglers import StragglerWatch
 from flopmeter.distributed.summary import JobScale, describe, metrics_of, scale_of
 
-BENCHMARK_VERSION = 1
+BENCHMARK_VERSION = 2
 EVERY = 50
-WIDTH, ROWS = 512, 64
+SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
+BATCH_SIZE = 8
 SIMULATED = (1024, 4096, 16384)
 GOAL = 0.002
 SETTLE_S = 0.4
@@ -54,7 +57,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]))
+        model = DistributedDataParallel(GPT(SIZES))
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         distributed = {"statistics_every": EVERY, "statistics_s": 1e-3}
         settings = {"sinks": [], "peak_flop_per_s": 1e12, "profile_steps": False, "report": False}
@@ -62,8 +65,24 @@ class Job:
         self.monitor = TrainingMonitor(folder, config, model=model, optimizer=self.optimizer)
         self.monitor.start_training()
         self.model = model
+        self.ids = torch.randint(SIZES.vocabulary, (BATCH_SIZE, SIZES.length))
         assert self.monitor._ranks is not None
-        self.ranks = self.monitor._ranks
+        assert self.monitor._worker is not None
+        self.ranks, self.worker = self.monitor._ranks, self.monitor._worker
+        self.calls_s = 0.0
+        """What the training thread has spent in the statistics' calls."""
+        for name in ("on_backward", "on_backward_end", "_queue", "_note_computed", "take"):
+            setattr(self.ranks.blocking, name, self._timed(getattr(self.ranks.blocking, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start_s = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.calls_s += time.perf_counter() - start_s
+
+        return timed
 
     def take_part(self, is_on: bool) -> None:
         monitor = self.monitor
@@ -71,18 +90,21 @@ class Job:
         monitor._tracker.blocking = self.ranks.blocking if is_on else None
         self.ranks.blocking.attach() if is_on else self.ranks.blocking.detach()
 
-    def block(self) -> tuple[float, float]:
-        """Seconds of one interval of steps, and CPU seconds of this process in it; ranks begin together."""
+    def block(self) -> dict[str, float]:
+        """Seconds of one interval of steps, and of ours what the threads took for it; ranks begin together."""
         dist.barrier()
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        before, start_s = self._own_s(), time.perf_counter()
         for _ in range(EVERY):
-            self.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            self.model(self.ids, self.ids).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         wall_s = time.perf_counter() - start_s
         dist.barrier()  # whoever is still at it, and what our threads have left to do for these steps, counts as CPU
         time.sleep(SETTLE_S)
-        return wall_s, time.process_time() - start_cpu_s
+        return {"wall": wall_s} | {name: after_s - before[name] for name, after_s in self._own_s().items()}
+
+    def _own_s(self) -> dict[str, float]:
+        return {"exchange": self.ranks.exchange.cpu_s, "output": self.worker.cpu_s, "training": self.calls_s}
 
 
 def work(folder: Path, num_steps: int) -> None:
@@ -91,14 +113,14 @@ def work(folder: Path, num_steps: int) -> None:
     dist.init_process_group("gloo")
     job = Job(folder)
     job.block()
-    blocks: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    blocks: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for pair in range(max(2, num_steps // (2 * EVERY))):
         for is_on in (True, False) if pair % 2 else (False, True):
             job.take_part(is_on)
             blocks[is_on].append(job.block())
     exchange = job.ranks.exchange
     calls = dict(exchange.mailbox.num_calls) if exchange.mailbox is not None else {}
-    answer = {"on_s": blocks[True], "off_s": blocks[False], "thread_s": exchange.cpu_s, "calls": calls}
+    answer = {"on_s": blocks[True], "off_s": blocks[False], "calls": calls}
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(answer))
     job.monitor.finish_training()
     dist.destroy_process_group()
@@ -113,10 +135,14 @@ def launch(num_ranks: int, num_steps: int) -> dict[str, Any]:
         answers = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
     first, last = answers[0], answers[-1]
     pairs = list(zip(first["on_s"], first["off_s"], strict=True))
-    ratios = [on / off - 1 for (on, _), (off, _) in pairs]
+    ratios = [on["wall"] / off["wall"] - 1 for on, off in pairs]
     quartiles = statistics.quantiles(ratios, n=4)[::2]
     num_intervals = len(ratios)
-    block_s = statistics.median(off for _, (off, _) in pairs)
+    block_s = statistics.median(off["wall"] for _, off in pairs)
+    added_ms = {
+        name: 1e3 * statistics.median(on[name] - off[name] for on, off in pairs)
+        for name in ("exchange", "output", "training")
+    }
     return {
         "ranks": num_ranks,
         "step_ms": block_s / EVERY * 1e3,
@@ -124,11 +150,10 @@ def launch(num_ranks: int, num_steps: int) -> dict[str, Any]:
         "added_share_quartiles": quartiles,
         # Of a median, where the middle half of a normal distribution is 1.35 standard deviations wide.
         "added_share_error": 1.25 * (quartiles[1] - quartiles[0]) / 1.35 / num_intervals**0.5,
-        "added_cpu_share_rank_0": statistics.median(on - off for (_, on), (_, off) in pairs) / block_s,
-        "thread_share_rank_0": first["thread_s"] / num_intervals / block_s,
+        "added_cpu_share_rank_0": sum(added_ms.values()) / 1e3 / block_s,
         "num_pairs": num_intervals,
-        "thread_ms_per_interval_rank_0": first["thread_s"] / num_intervals * 1e3,
-        "thread_ms_per_interval_last_rank": last["thread_s"] / num_intervals * 1e3,
+        "ms_per_interval_rank_0": added_ms,
+        "exchange_ms_per_interval_last_rank": 1e3 * statistics.median(block["exchange"] for block in last["on_s"]),
         "calls_rank_0": first["calls"],
         "calls_last_rank": last["calls"],
     }
@@ -140,7 +165,7 @@ def simulate(num_ranks: int) -> dict[str, Any]:
     torch.manual_seed(0)
     joined = torch.rand(num_ranks, len(FIELDS), dtype=torch.float64).numpy().tobytes()
     packets = [joined[i : i + PACKET_BYTES] for i in range(0, len(joined), PACKET_BYTES)]
-    nobody, watch = torch.zeros(num_ranks, dtype=torch.bool), StragglerWatch()
+    nobody, watch = [False] * num_ranks, StragglerWatch()
     alone = JobScale(flop=1.0, tokens=1.0, samples=1.0, devices=1.0)
     times_s = []
     for _ in range(5):
@@ -164,21 +189,14 @@ def simulate(num_ranks: int) -> dict[str, Any]:
 def show(measured: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> None:
     console = Console(width=110)
     table = Table(title=f"Statistics every {EVERY} steps")
-    for heading in (
-        "ranks",
-        "step ms",
-        "added %",
-        "error %",
-        "added CPU %",
-        "thread ms, rank 0",
-        "thread ms, last rank",
-    ):
+    threads = ("exchange", "output", "training")
+    for heading in ("ranks", "step ms", "wall %", "error %", "CPU %", *(f"{name} ms" for name in threads)):
         table.add_column(heading, justify="right")
     for row in measured:
         table.add_row(
             str(row["ranks"]), f"{row['step_ms']:.1f}", f"{row['added_share'] * 100:.2f}",
             f"{row['added_share_error'] * 100:.2f}", f"{row['added_cpu_share_rank_0'] * 100:.2f}",
-            f"{row['thread_ms_per_interval_rank_0']:.2f}", f"{row['thread_ms_per_interval_last_rank']:.2f}",
+            *(f"{row['ms_per_interval_rank_0'][name]:.2f}" for name in threads),
         )  # fmt: skip
     console.print(table)
     for row in simulated:

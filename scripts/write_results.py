@@ -226,8 +226,14 @@ def published(language: str) -> str:
 def ranks(language: str) -> str:
     """What rank statistics add to a step."""
     heads = {
-        "en": ("ranks", "step", "added wall time", "added CPU of rank 0", "thread of rank 0, per 50 steps"),
-        "zh": ("rank 数", "步长", "增加的墙钟", "rank 0 增加的 CPU", "rank 0 线程，每 50 步"),
+        "en": (
+            "ranks",
+            "step",
+            "added wall time",
+            "CPU for it on rank 0",
+            "exchange, output and training thread of rank 0, per 50 steps",
+        ),
+        "zh": ("rank 数", "步长", "增加的墙钟", "rank 0 为此用的 CPU", "rank 0 的交换、输出与训练线程，每 50 步"),
     }
     rows = [
         (
@@ -235,7 +241,7 @@ def ranks(language: str) -> str:
             f"{row['step_ms']:.0f} ms",
             f"{row['added_share'] * 100:.2f} ± {row['added_share_error'] * 100:.2f} %",
             f"{row['added_cpu_share_rank_0']:.2%}",
-            f"{row['thread_ms_per_interval_rank_0']:.1f} ms",
+            " + ".join(f"{ms:.1f}" for ms in row["ms_per_interval_rank_0"].values()) + " ms",
         )
         for row in load("distributed")["measured"]
     ]

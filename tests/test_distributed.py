@@ -22,7 +22,7 @@ from flopmeter.distributed.blocking import Blocking
 from flopmeter.distributed.exchange import Exchange, Greeting, Plan
 from flopmeter.distributed.layout import layout_of
 from flopmeter.distributed.mailbox import Mailbox
-from flopmeter.distributed.packet import COLUMN, FIELDS, PACKET_BYTES, Interval, RankStep, split, unpack
+from flopmeter.distributed.packet import FIELDS, PACKET_BYTES, Interval, RankStep, Table, split, unpack
 from flopmeter.distributed.starvation import Starvation
 from flopmeter.distributed.stragglers import SUSTAINED, SUSTAINED_IF_STARVED, Straggler, StragglerWatch
 from flopmeter.distributed.summary import MAX_LISTED, MISSED_S, Heard, JobScale, describe, metrics_of, scale_of
@@ -35,10 +35,9 @@ def rank_step(index: int = 0, **changes: Any) -> RankStep:
     """A step of one second: half of it forward, half backward, of which 0.2 s are waiting."""
     values: dict[str, Any] = {
         "step_s": 1.0, "phase_s": [0.0, 0.0, 0.5, 0.5, 0.0, 0.0], "blocked_s": [0.0, 0.0, 0.0, 0.2, 0.0, 0.0],
-        "model_flop": 100.0, "hardware_flop": 130.0, "processed_flop": 110.0, "ideal_s": 0.25, "tokens": 7,
-        "tokens_processed": 8, "samples": 2,
+        "model_flop": 100.0, "ideal_s": 0.25, "tokens_processed": 8, "samples": 2,
     }  # fmt: skip
-    return RankStep(index=index, **{**values, **changes})
+    return RankStep(number=index, **{**values, **changes})
 
 
 def packet(*steps: RankStep, index: int = 1, weight: float = 1.0) -> bytes:
@@ -49,24 +48,24 @@ def packet(*steps: RankStep, index: int = 1, weight: float = 1.0) -> bytes:
 
 
 def row(data: bytes) -> dict[str, float]:
-    return dict(zip(FIELDS, unpack([data], 1)[0].tolist(), strict=True))
+    return {name: values[0] for name, values in unpack([data], 1).items()}
 
 
-def table(num_ranks: int, **columns: float | list[float]) -> torch.Tensor:
-    """One row per rank, all alike but for the columns given."""
-    result = unpack([packet(rank_step(0), rank_step(1))] * num_ranks, num_ranks).clone()
-    for name, values in columns.items():
-        result[:, COLUMN[name]] = torch.tensor(values, dtype=torch.float64)
-    return result
+def table(num_ranks: int, **columns: float | list[float]) -> Table:
+    """One value per rank, all alike but for the columns given."""
+    result = unpack([packet(rank_step(0), rank_step(1))] * num_ranks, num_ranks)
+    return result | {
+        name: values if isinstance(values, list) else [values] * num_ranks for name, values in columns.items()
+    }
 
 
-def test_a_packet_has_23_numbers_and_184_bytes() -> None:
-    assert len(FIELDS) == 23
-    assert len(packet(rank_step())) == PACKET_BYTES == 184
+def test_a_packet_has_20_numbers_and_160_bytes() -> None:
+    assert len(FIELDS) == 20
+    assert len(packet(rank_step())) == PACKET_BYTES == 160
 
 
 def test_a_packet_holds_means_and_own_time_is_what_is_not_waiting() -> None:
-    found = row(packet(rank_step(4), rank_step(5, step_s=2.0, phase_s=[0, 0, 1.0, 1.0, 0, 0], tokens=9)))
+    found = row(packet(rank_step(4), rank_step(5, step_s=2.0, phase_s=[0, 0, 1.0, 1.0, 0, 0], samples=4)))
     assert found["num_steps"] == 2
     assert found["last_step"] == 5
     assert found["step_s"] == pytest.approx(1.5)
@@ -74,7 +73,7 @@ def test_a_packet_holds_means_and_own_time_is_what_is_not_waiting() -> None:
     assert found["backward_s"] == pytest.approx((0.3 + 0.8) / 2)
     assert found["blocked_s"] == found["exposed_s"] == pytest.approx(0.2)
     assert found["own_variance"] == pytest.approx(((0.8 - 1.3) ** 2 + (1.8 - 1.3) ** 2) / 1)
-    assert found["tokens"] == pytest.approx(8)
+    assert found["samples"] == pytest.approx(3)
     assert found["peak_flop_per_s"] == pytest.approx(400)  # 100 FLOP would take a quarter of a second
 
 
@@ -104,13 +103,13 @@ def test_a_device_that_does_not_mark_communication_apart_gives_no_own_time() -> 
 
 def test_a_rank_whose_tokens_another_one_counts_adds_none() -> None:
     found = row(packet(rank_step(), weight=0.0))
-    assert (found["tokens"], found["tokens_processed"], found["samples"]) == (0, 0, 0)
+    assert (found["tokens_processed"], found["samples"]) == (0, 0)
     assert found["model_flop"] == 100
 
 
 def test_a_damaged_packet_counts_as_nothing_said() -> None:
     found = unpack([b"", packet(rank_step()), b"xyz"], 4)
-    assert found[:, COLUMN["interval"]].tolist() == [0, 1, 0, 0]
+    assert found["interval"] == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("num_ranks", [1024, 4096, 16384])
@@ -120,17 +119,18 @@ def test_groups_of_packets_give_the_table_that_all_packets_give(num_ranks: int) 
     packets = [bytes(memoryview(line.numpy().tobytes())) for line in numbers]  # little-endian doubles
     groups = [b"".join(packets[start : start + 64]) for start in range(0, num_ranks, 64)]
     flat, grouped = unpack(packets, num_ranks), unpack([p for group in groups for p in split(group)], num_ranks)
-    assert torch.equal(flat, numbers)
-    assert torch.equal(grouped, flat)
-    fields = describe(flat, torch.zeros(num_ranks, dtype=torch.bool))
-    assert fields["stats"]["step_s"]["argmax"] == int(numbers[:, COLUMN["step_s"]].argmax())
-    assert fields["stats"]["step_s"]["mean"] == pytest.approx(float(numbers[:, COLUMN["step_s"]].mean()))
+    assert flat == dict(zip(FIELDS, numbers.T.tolist(), strict=True))
+    assert grouped == flat
+    fields = describe(flat, [False] * num_ranks)
+    step_s = numbers[:, FIELDS.index("step_s")]
+    assert fields["stats"]["step_s"]["argmax"] == int(step_s.argmax())
+    assert fields["stats"]["step_s"]["mean"] == pytest.approx(float(step_s.mean()))
     assert len(fields["own_s_by_rank"]) == MAX_LISTED
     assert max(fields["own_s_by_rank"]) == pytest.approx(fields["stats"]["own_s"]["max"])
 
 
 def test_the_spread_names_the_rank_and_leaves_out_the_missing() -> None:
-    missing = torch.tensor([False, False, True, False])
+    missing = [False, False, True, False]
     fields = describe(table(4, step_s=[1.0, 3.0, 9.0, 2.0]), missing)
     assert fields["stats"]["step_s"] == {"min": 1.0, "mean": 2.0, "max": 3.0, "argmax": 1}
     assert fields["missing"] == [2]
@@ -139,14 +139,14 @@ def test_the_spread_names_the_rank_and_leaves_out_the_missing() -> None:
 
 
 def test_every_rank_metric_is_in_the_schema() -> None:
-    fields = describe(table(2, memory_bytes=5.0), torch.zeros(2, dtype=torch.bool))
+    fields = describe(table(2, memory_bytes=5.0), [False] * 2)
     found = metrics_of(fields)
     assert found.keys() == {key for key in METRICS_BY_KEY if key.startswith("rank/")}
 
 
 def test_the_jobs_numbers_are_sums_over_the_ranks() -> None:
     found = table(4, model_flop=[100.0, 50.0, 100.0, 50.0], tokens_processed=[8.0, 0.0, 8.0, 0.0], samples=2.0)
-    found[:, COLUMN["peak_flop_per_s"]] = torch.tensor([400.0, 400.0, 200.0, 200.0], dtype=torch.float64)
+    found["peak_flop_per_s"] = [400.0, 400.0, 200.0, 200.0]
     scale = scale_of(found, [1, 1, 1, 1], ALONE, is_alike=True)
     assert scale == JobScale(flop=3.0, tokens=2.0, samples=4.0, devices=3.0)
 
@@ -175,24 +175,25 @@ def test_a_rank_is_missing_only_when_it_was_silent_for_long() -> None:
     for now_s in (1.0, 2.0, MISSED_S - 1):
         news = heard.update(table(2, interval=[now_s + 2, 1.0]), now_s)
         assert not news.is_all_new
-        assert news.is_missing.tolist() == [False, False]
+        assert news.is_missing == [False, False]
     news = heard.update(table(2, interval=[99.0, 1.0]), now_s=MISSED_S)
-    assert news.is_missing.tolist() == [False, True]
+    assert news.is_missing == [False, True]
     assert news.is_all_new  # of those who still take part
-    assert heard.update(table(2, interval=[100.0, 2.0]), now_s=MISSED_S + 1).is_missing.tolist() == [False, False]
+    assert heard.update(table(2, interval=[100.0, 2.0]), now_s=MISSED_S + 1).is_missing == [False, False]
 
 
-def watch(*tables: torch.Tensor) -> list[Straggler | None]:
+def watch(*tables: Table) -> list[Straggler | None]:
     straggler_watch = StragglerWatch()
     return [straggler_watch.update(found) for found in tables]
 
 
-def slow(rank: int, extra_s: float, phase: str = "forward", num_ranks: int = 4, variance: float = 0.0) -> torch.Tensor:
+def slow(rank: int, extra_s: float, phase: str = "forward", num_ranks: int = 4, variance: float = 0.0) -> Table:
     """One rank takes longer; the others wait for it, so that all steps last the same."""
     found = table(num_ranks, own_variance=variance, num_steps=50.0, last_step=99.0, step_s=1.0 + extra_s)
-    found[rank, COLUMN[f"{phase}_s"]] += extra_s
-    found[:, COLUMN["blocked_s"]] += extra_s
-    found[rank, COLUMN["blocked_s"]] -= extra_s
+    found[f"{phase}_s"][rank] += extra_s
+    found["blocked_s"] = [
+        blocked_s + (extra_s if other != rank else 0.0) for other, blocked_s in enumerate(found["blocked_s"])
+    ]
     return found
 
 
@@ -230,7 +231,7 @@ def test_noise_is_not_named_until_it_lasts() -> None:
 
 def test_a_rank_that_waits_for_a_core_must_do_so_for_long() -> None:
     found = slow(1, 0.3)
-    found[:, COLUMN["starved_s"]] = torch.tensor([0.1, 0.2, 0.1, 0.1], dtype=torch.float64)  # 0.2 of the 0.3
+    found["starved_s"] = [0.1, 0.2, 0.1, 0.1]  # 0.2 of the 0.3
     named = watch(*[found] * SUSTAINED_IF_STARVED)
     assert [straggler is None for straggler in named] == [True] * (SUSTAINED_IF_STARVED - 1) + [False]
 
@@ -244,7 +245,7 @@ def test_a_thread_that_sleeps_is_not_starved() -> None:
 
 def test_a_rank_that_cannot_tell_does_not_hide_a_slow_one() -> None:
     found = slow(2, 0.3)
-    found[0, COLUMN["forward_s"]] = math.nan
+    found["forward_s"][0] = math.nan
     named = watch(*[found] * 3)[-1]
     assert named is not None
     assert named.rank == 2
@@ -314,7 +315,7 @@ def test_ranks_join_count_once_and_exchange_packets(mailboxes: Callable[[], Mail
     until(lambda: second.exchange.mailbox and second.exchange.mailbox.num_calls["set"] == 1)
     first.exchange.post(packet(rank_step(7), index=1))
     until(lambda: first.tables)
-    assert first.tables[0][:, COLUMN["last_step"]].tolist() == [7, 7]
+    assert first.tables[0]["last_step"] == [7, 7]
     finish(first, second)
     assert first.reasons == second.reasons == []
 
@@ -338,7 +339,7 @@ def test_above_the_limit_leaders_pass_their_groups_packets_on(
             )
         )
     until(lambda: ranks[0].tables)
-    assert ranks[0].tables[-1][:, COLUMN["last_step"]].tolist() == list(range(7))
+    assert ranks[0].tables[-1]["last_step"] == list(range(7))
     reads = ranks[0].exchange.mailbox.num_calls["multi_get"] if ranks[0].exchange.mailbox else 0
     assert reads == 3  # the greetings, its own group, the four groups
     finish(*ranks)
@@ -571,3 +572,20 @@ def test_exposed_communication_is_unknown_where_the_callback_must_not_be_queued(
                 root.sum().backward()  # the engine calls our hook, and at the end our callback
             blocking.on_backward_end()
         assert (blocking.take() is None) == is_compiled
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("has_own_hook", [False, True])
+def test_the_loops_own_hook_on_the_loss_and_a_second_backward_pass_are_left_alone(has_own_hook: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    blocking = Blocking(model, FakePhase())
+    loss, calls = model(torch.ones(1, 2)).sum(), []
+    if has_own_hook:
+        loss.register_hook(lambda grad: calls.append(float(grad)))
+    for _ in range(2):
+        blocking.on_backward(loss)
+        loss.backward(retain_graph=True)
+        blocking.on_backward_end()
+        assert blocking.take() is not None  # the moment was seen
+    assert calls == [1.0, 1.0] * has_own_hook
+    assert torch.equal(model.module.weight.grad, torch.full((2, 2), 2.0))  # twice the input

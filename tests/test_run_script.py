@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from flopmeter import Run, TrainingMonitor, load_run
-from flopmeter.integrations._models import Calls, key_of, owners, parameters_of
+from flopmeter.integrations._models import Calls, key_of, live, owners, parameters_of
 from flopmeter.integrations._steps import LEARNING_TURNS, MAX_STRAY_TURNS, PATIENCE_TURNS, CycleLearner, StepRule
 from flopmeter.integrations.script import Program
 
@@ -560,7 +560,7 @@ def test_the_outermost_called_modules_are_found() -> None:
     generator, critic = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 1))
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
     frozen = nn.Linear(2, 2)
-    found = owners(parameters_of(optimizers))
+    found = owners(parameters_of(optimizers), live().modules)
     assert {generator, generator[0], critic, critic[0]} <= set(found)
     assert frozen not in found
     calls = Calls(found, lambda: None)

@@ -11,14 +11,14 @@ import math
 import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from flopmeter.schema import PHASES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What one optimizer step did."""
+class Step(Struct, frozen=True, kw_only=True):
+    """What one optimizer step did. Made on every step."""
 
     step_s: float
     """Wall time, waiting for data included."""

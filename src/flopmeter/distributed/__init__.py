@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,7 +28,7 @@ from flopmeter.distributed.blocking import Blocking
 from flopmeter.distributed.exchange import Exchange, Greeting, Plan
 from flopmeter.distributed.layout import Layout, layout_of
 from flopmeter.distributed.mailbox import Mailbox, next_prefix, own_connection
-from flopmeter.distributed.packet import COLUMN, COMMUNICATION, LAST_WORD, Interval, RankStep
+from flopmeter.distributed.packet import COMMUNICATION, LAST_WORD, Interval, RankStep, Table
 from flopmeter.distributed.starvation import Starvation
 from flopmeter.distributed.stragglers import StragglerWatch
 from flopmeter.distributed.summary import Heard, JobScale, describe, metrics_of, scale_of
@@ -191,12 +190,13 @@ class Ranks:
         if count is not None and not self._measures and self.on_count is not None:
             self.on_count(count)
 
-    def _on_packets(self, table: torch.Tensor) -> None:
+    def _on_packets(self, table: Table) -> None:
         heard = self._heard.update(table, time.monotonic())
         fields = describe(table, heard.is_missing)
         self._emit("ranks", metrics_of(fields), **fields)
-        for name in ("model_flop", "tokens_processed", "samples"):  # its device is still there, its work is not
-            table[heard.is_missing, COLUMN[name]] = 0.0
+        for rank in fields["missing"]:
+            for name in ("model_flop", "tokens_processed", "samples"):  # its device is still there, its work is not
+                table[name][rank] = 0.0
         self.scale = scale_of(table, self._sharers, self.scale, is_alike=self._is_alike)
         if heard.is_all_new and (straggler := self._watch.update(table)) is not None:
             host = self._hosts[straggler.rank] if straggler.rank is not None and self._hosts else None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns
@@ -58,7 +59,7 @@ class Blocking:
         self._computed_ns: int | None = None
         self._at_computed_ns = 0
         self._has_missed_one = False
-        self._hook: Any = None
+        self._hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict([(0, self._queue)])
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -89,8 +90,13 @@ class Blocking:
             self._has_missed_one = self._is_ddp
             return
         root = roots[0] if isinstance(roots, (tuple, list)) and roots else roots
-        if isinstance(root, torch.Tensor) and root.requires_grad:
-            self._hook = root.register_hook(self._queue)  # type: ignore[no-untyped-call]
+        if not isinstance(root, torch.Tensor) or root.grad_fn is None or root._backward_hooks is self._hooks:
+            return
+        if root._backward_hooks is None:  # what `register_hook` does, without its handle: a fifth of the time
+            root._backward_hooks = self._hooks
+            root.grad_fn._register_hook_dict(root)
+        else:
+            root.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def on_backward_end(self) -> None:
         """It is over: what passed since its work was done was waiting for gradients."""
@@ -104,7 +110,6 @@ class Blocking:
 
     def _queue(self, grad: torch.Tensor) -> None:
         try:
-            self._hook.remove()
             torch.autograd.Variable._execution_engine.queue_callback(self._note_computed)
         except Exception as error:  # noqa: BLE001 - from here it would end the user's backward pass
             self._is_ddp = False

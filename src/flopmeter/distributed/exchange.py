@@ -18,11 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from flopmeter.distributed.mailbox import Mailbox
-from flopmeter.distributed.packet import NO_PACKET, split, unpack
-from flopmeter.distributed.summary import column
+from flopmeter.distributed.packet import NO_PACKET, Table, split, unpack
 
 logger = logging.getLogger("flopmeter")
 
@@ -77,7 +74,7 @@ class Exchange:
         connect: Callable[[], Mailbox],
         *,
         on_joined: Callable[[list[Greeting]], None],
-        on_packets: Callable[[torch.Tensor], None],
+        on_packets: Callable[[Table], None],
         on_plan: Callable[[Plan, Mapping[str, Any] | None], None],
         on_off: Callable[[str], None],
         join_s: float,
@@ -229,7 +226,7 @@ class Exchange:
             packets = self.mailbox.read([_packet_note(rank) for rank in members])
             self.mailbox.put({_group_note(self._rank // GROUP_RANKS): b"".join(packets)})
 
-    def _read(self) -> torch.Tensor:
+    def _read(self) -> Table:
         assert self.mailbox is not None
         if self._world_size <= FLAT_RANKS:
             packets = self.mailbox.read([_packet_note(rank) for rank in range(self._world_size)])
@@ -252,7 +249,7 @@ class Exchange:
         if self._rank != 0:
             return
         table = self._read()
-        while not bool((column(table, "is_last") == 1).all()) and time.monotonic() < deadline_s:
+        while any(is_last != 1 for is_last in table["is_last"]) and time.monotonic() < deadline_s:
             time.sleep(CLOSING_POLL_S)
             table = self._read()
         self._on_packets(table)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import Literal
 
-import torch
-
-from flopmeter.distributed.packet import COLUMN
-from flopmeter.distributed.summary import PHASE_COLUMNS, column
+from flopmeter.distributed.packet import Table
+from flopmeter.distributed.summary import column
 from flopmeter.schema import PHASES
 
 SUSTAINED = 3
@@ -77,7 +76,7 @@ class StragglerWatch:
         self._usual_wait_s: list[float] = []
         self._named: tuple[int | None, str] | None = None
 
-    def update(self, table: torch.Tensor) -> Straggler | None:
+    def update(self, table: Table) -> Straggler | None:
         """Take an interval that all ranks have reported; a straggler is returned once, until it changes."""
         found = self._sustained(self._peers, slow_peer(table), "slow_peer")
         waiting = self._sustained(self._waits, self._slow_network(table), "slow_network")
@@ -110,53 +109,62 @@ class StragglerWatch:
             cause=cause,
         )
 
-    def _slow_network(self, table: torch.Tensor) -> _Excess | None:
+    def _slow_network(self, table: Table) -> _Excess | None:
         """The shortest wait of all ranks, against what it was in the run's first intervals."""
-        blocked, step_s = column(table, "blocked_s"), float(column(table, "step_s").median())
-        shortest_s = float(blocked.min())
-        if not math.isfinite(shortest_s):
+        blocked = table["blocked_s"]
+        if not all(map(math.isfinite, blocked)):
             return None
+        shortest_s, step_s = min(blocked), _median(table["step_s"])
         if len(self._usual_wait_s) < SUSTAINED:
             self._usual_wait_s.append(shortest_s)
             return None
         usual_s = median(self._usual_wait_s)
         extra_s = shortest_s - usual_s
         is_long = extra_s > max(2 * MIN_SHARE * step_s, MIN_EXTRA_S) and shortest_s > NETWORK_GROWTH * usual_s
-        if not is_long or float(blocked.max()) - shortest_s > shortest_s:  # a skew: somebody arrives late
+        if not is_long or max(blocked) - shortest_s > shortest_s:  # a skew: somebody arrives late
             return None
-        in_backward = float(column(table, "exposed_s").min()) > shortest_s / 2
+        in_backward = min(table["exposed_s"]) > shortest_s / 2
         return _Excess(
             rank=None, extra_s=extra_s, since_step=_first_step(table), phase="backward" if in_backward else "forward"
         )
 
 
-def slow_peer(table: torch.Tensor) -> _Excess | None:
+def slow_peer(table: Table) -> _Excess | None:
     """The rank whose own time stands out in this interval."""
-    ranks = torch.isfinite(column(table, "own_s")).nonzero().flatten()
+    own = column(table, "own_s")
+    ranks = [rank for rank, own_s in enumerate(own) if math.isfinite(own_s)]
     if len(ranks) < 2:
         return None
-    table = table[ranks]
-    own = column(table, "own_s")
-    slowest = int(own.argmax())
-    others = torch.arange(len(own)) != slowest
-    extra_s = float(own[slowest] - own[others].median())
-    variance = table[:, COLUMN["own_variance"]] / table[:, COLUMN["num_steps"]]
-    error_s = math.sqrt(float(variance[slowest] + variance[others].median()))
-    step_s = float(column(table, "step_s").median())
-    if not extra_s > max(MIN_SHARE * step_s, MIN_EXTRA_S) or not math.isfinite(error_s):
+    slowest = max(ranks, key=own.__getitem__)
+    others = [rank for rank in ranks if rank != slowest]
+
+    def excess(values: Sequence[float]) -> float:
+        return values[slowest] - _median(values[rank] for rank in others)
+
+    extra_s, step_s = excess(own), _median(table["step_s"][rank] for rank in ranks)
+    if not extra_s > max(MIN_SHARE * step_s, MIN_EXTRA_S):
         return None
-    phases = table[:, PHASE_COLUMNS]
-    excess = phases[slowest] - phases[others].median(0).values
+    variance = {rank: table["own_variance"][rank] / table["num_steps"][rank] for rank in ranks}
+    error_s = math.sqrt(variance[slowest] + _median(variance[rank] for rank in others))
+    if not math.isfinite(error_s):
+        return None
+    starved_s = table["starved_s"][slowest]
     return _Excess(
-        rank=int(ranks[slowest]),
+        rank=slowest,
         extra_s=extra_s,
         since_step=_first_step(table),
-        phase=PHASES[int(excess.argmax())],
+        phase=max(PHASES, key=lambda phase: excess(table[f"{phase}_s"])),
         error_s=error_s,
-        starved_s=float(torch.nan_to_num(column(table, "starved_s"))[slowest]),
+        starved_s=starved_s if math.isfinite(starved_s) else 0.0,
     )
 
 
-def _first_step(table: torch.Tensor) -> int:
+def _median(values: Iterable[float]) -> float:
+    """The lower one of two in the middle: a value that a rank had. NaN where one is unknown."""
+    found = list(values)
+    return math.nan if any(value != value for value in found) else median_low(found)
+
+
+def _first_step(table: Table) -> int:
     """The first step of the interval, as rank 0 numbers them."""
-    return int(table[0, COLUMN["last_step"]] - table[0, COLUMN["num_steps"]] + 1)
+    return int(table["last_step"][0] - table["num_steps"][0] + 1)

@@ -1,4 +1,4 @@
-"""What do the ranks' packets say of the job? Pure arithmetic on a table with a row per rank."""
+"""What do the ranks' packets say of the job? Pure arithmetic on a table with a value per rank and field."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
-from flopmeter.distributed.packet import COLUMN
+from flopmeter.distributed.packet import Table
 from flopmeter.schema import PHASES
 
-PHASE_COLUMNS = slice(COLUMN[f"{PHASES[0]}_s"], COLUMN[f"{PHASES[-1]}_s"] + 1)
-"""They stand side by side in the packet; a slice costs a fraction of an index."""
-QUANTITIES = ("step_s", "own_s", "blocked_s", *(f"{phase}_s" for phase in PHASES), "memory_bytes")
+PHASE_COLUMNS = tuple(f"{phase}_s" for phase in PHASES)
+QUANTITIES = ("step_s", "own_s", "blocked_s", *PHASE_COLUMNS, "memory_bytes")
 MAX_LISTED = 1024
 """Own times by rank go into the record up to so many values; beyond, each value is the largest of a bucket of ranks."""
 
@@ -40,7 +37,7 @@ class JobScale:
 class News(NamedTuple):
     """Who has been heard of."""
 
-    is_missing: torch.Tensor
+    is_missing: list[bool]
     """By rank: it has said nothing new for long, though rank 0 went on."""
     is_all_new: bool
     """Whether every rank that still takes part has said something new since this was last true."""
@@ -50,73 +47,78 @@ class Heard:
     """Keeps track of who has said something new. A rank's last word holds until it counts as missing."""
 
     def __init__(self, world_size: int) -> None:
-        self._used = torch.zeros(world_size, dtype=torch.float64)
-        self._last = torch.zeros(world_size, dtype=torch.float64)
-        self._since_s: torch.Tensor | None = None
-        self._num_same = torch.zeros(world_size)
+        self._used = [0.0] * world_size
+        self._last = [0.0] * world_size
+        self._since_s: list[float] | None = None
+        self._num_same = [0] * world_size
 
-    def update(self, table: torch.Tensor, now_s: float) -> News:
+    def update(self, table: Table, now_s: float) -> News:
         """Take everybody's newest packets, read at `now_s`."""
-        number = column(table, "interval")
+        numbers = table["interval"]
         if self._since_s is None:
-            self._since_s = torch.full_like(number, now_s)
-        is_same = number == self._last
-        self._num_same = torch.where(is_same, self._num_same + 1, 0)
-        self._since_s = torch.where(is_same, self._since_s, now_s)
-        self._last = number
-        is_over = column(table, "is_last") == 1
-        is_missing = (self._num_same >= MISSED_READS) & (now_s - self._since_s >= MISSED_S)
-        is_all_new = bool(((number > self._used) | is_missing | is_over).all())
+            self._since_s = [now_s] * len(numbers)
+        for rank, number in enumerate(numbers):
+            if number == self._last[rank]:
+                self._num_same[rank] += 1
+            else:
+                self._num_same[rank], self._since_s[rank] = 0, now_s
+        self._last = numbers
+        is_missing = [
+            num_same >= MISSED_READS and now_s - since_s >= MISSED_S
+            for num_same, since_s in zip(self._num_same, self._since_s, strict=True)
+        ]
+        is_all_new = all(
+            number > used or missing or is_last == 1
+            for number, used, missing, is_last in zip(numbers, self._used, is_missing, table["is_last"], strict=True)
+        )
         if is_all_new:
-            self._used = number
+            self._used = numbers
         return News(is_missing, is_all_new)
 
 
-def column(table: torch.Tensor, name: str) -> torch.Tensor:
+def column(table: Table, name: str) -> list[float]:
     """One value per rank; NaN where the rank has not said it."""
     if name == "own_s":
-        return table[:, PHASE_COLUMNS].sum(1)
-    return table[:, COLUMN[name]]
+        return list(map(sum, zip(*(table[phase] for phase in PHASE_COLUMNS), strict=True)))
+    return table[name]
 
 
-def spread(table: torch.Tensor) -> dict[str, dict[str, float | int]]:
-    """By quantity: smallest, mean and largest of the known values, and whose the largest is; none that nobody knows.
-
-    All quantities at once: for a few ranks it is the number of operations that costs.
-    """
-    values = torch.stack([column(table, name) for name in QUANTITIES])
-    is_unknown = torch.isnan(values)
-    largest, whose = values.masked_fill(is_unknown, -math.inf).max(1)
-    smallest = values.masked_fill(is_unknown, math.inf).amin(1)
-    found = zip(
-        QUANTITIES, smallest.tolist(), values.nanmean(1).tolist(), largest.tolist(), whose.tolist(), strict=True
-    )
-    return {
-        name: {"min": low, "mean": mean, "max": high, "argmax": rank}
-        for name, low, mean, high, rank in found
-        if not math.isnan(mean)
-    }
+def spread(table: Table, is_missing: Sequence[bool]) -> dict[str, dict[str, float | int]]:
+    """By quantity: smallest, mean and largest of the known values, and whose the largest is; none that nobody knows."""
+    found: dict[str, dict[str, float | int]] = {}
+    for name in QUANTITIES:
+        values = _present(column(table, name), is_missing)
+        total = sum(values)
+        known = values if total == total else [value for value in values if value == value]
+        if known:
+            highest, mean = max(known), sum(known) / len(known)
+            found[name] = {"min": min(known), "mean": mean, "max": highest, "argmax": values.index(highest)}
+    return found
 
 
-def describe(table: torch.Tensor, is_missing: torch.Tensor) -> dict[str, Any]:
+def _present(values: list[float], is_missing: Sequence[bool]) -> list[float]:
+    """The same with NaN for those who are missing."""
+    if not any(is_missing):
+        return values
+    return [math.nan if missing else value for value, missing in zip(values, is_missing, strict=True)]
+
+
+def describe(table: Table, is_missing: Sequence[bool]) -> dict[str, Any]:
     """The fields of the record's event `ranks`; those who are missing are left out of it."""
-    seen = torch.where(is_missing[:, None], math.nan, table)
+    num_steps = _present(table["num_steps"], is_missing)
     return {
-        "world_size": len(table),
-        "missing": is_missing.nonzero().flatten().tolist(),
-        "stats": spread(seen),
-        "own_s_by_rank": _listed(column(seen, "own_s")),
-        "num_steps": int(torch.nan_to_num(column(seen, "num_steps")).max()),
+        "world_size": len(is_missing),
+        "missing": [rank for rank, missing in enumerate(is_missing) if missing],
+        "stats": spread(table, is_missing),
+        "own_s_by_rank": _listed(_present(column(table, "own_s"), is_missing)),
+        "num_steps": int(max(filter(math.isfinite, num_steps), default=0)),
     }
 
 
-def _listed(values: torch.Tensor) -> list[float | None]:
-    if len(values) <= MAX_LISTED:
-        return [value if math.isfinite(value) else None for value in values.tolist()]
+def _listed(values: Sequence[float]) -> list[float | None]:
     width = math.ceil(len(values) / MAX_LISTED)
-    padded = torch.nn.functional.pad(values, (0, -len(values) % width), value=math.nan).view(-1, width)
-    largest = torch.where(torch.isnan(padded), -math.inf, padded).amax(1)
-    return [value if math.isfinite(value) else None for value in largest.tolist()]
+    buckets = (values[start : start + width] for start in range(0, len(values), width))
+    return [max(filter(math.isfinite, bucket), default=None) for bucket in buckets]
 
 
 def metrics_of(fields: dict[str, Any]) -> dict[str, float]:
@@ -133,7 +135,7 @@ def metrics_of(fields: dict[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def scale_of(table: torch.Tensor, sharers: Sequence[int], usual: JobScale, *, is_alike: bool) -> JobScale:
+def scale_of(table: Table, sharers: Sequence[int], usual: JobScale, *, is_alike: bool) -> JobScale:
     """How rank 0's numbers grow to the job's. A rank that has said nothing for long must be a row of zeros.
 
     Args:
@@ -141,21 +143,23 @@ def scale_of(table: torch.Tensor, sharers: Sequence[int], usual: JobScale, *, is
         usual: What to go by where rank 0 does not know its own number.
         is_alike: Whether a rank that does not know its FLOPs does the same work as rank 0.
     """
-    shares = torch.tensor(sharers, dtype=torch.float64)
-    peaks = column(table, "peak_flop_per_s")
-    filled = torch.where(torch.isnan(peaks), peaks[0], peaks) / shares
-    devices = float(filled.sum() / peaks[0])
-    flop = column(table, "model_flop")
-    stand_in = flop[0] if is_alike else flop.nanmean()
+    peaks, flop = table["peak_flop_per_s"], table["model_flop"]
+    counted = [value for value in flop if value == value]
+    stand_in = flop[0] if is_alike or not counted else sum(counted) / len(counted)
+    by_device = [peak / number for peak, number in zip(_filled(peaks, peaks[0]), sharers, strict=True)]
     return JobScale(
-        flop=_ratio(torch.where(torch.isnan(flop), stand_in, flop), usual.flop),
-        tokens=_ratio(column(table, "tokens_processed"), usual.tokens),
-        samples=_ratio(column(table, "samples"), usual.samples),
-        devices=devices if math.isfinite(devices) else usual.devices,
+        flop=_ratio(_filled(flop, stand_in), flop[0], usual.flop),
+        tokens=_ratio(table["tokens_processed"], table["tokens_processed"][0], usual.tokens),
+        samples=_ratio(table["samples"], table["samples"][0], usual.samples),
+        devices=_ratio(by_device, peaks[0], usual.devices),
     )
 
 
-def _ratio(values: torch.Tensor, otherwise: float) -> float:
+def _filled(values: Sequence[float], stand_in: float) -> list[float]:
+    return [value if value == value else stand_in for value in values]
+
+
+def _ratio(values: Sequence[float], own: float, otherwise: float) -> float:
     """Sum over rank 0's own; `otherwise` when it is not known for every rank."""
-    ratio = float(values.sum() / values[0])
+    ratio = sum(values) / own if own else math.nan
     return ratio if math.isfinite(ratio) else otherwise

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 
 from flopmeter.config import MonitorConfig
@@ -88,20 +89,16 @@ def rank_step(
     """What this rank tells the others of a step. FLOPs that are only estimated are kept, unless that is the mode."""
     peaks = source.peaks if source is not None else {}
     is_told = source is not None and (is_counted or source.mode == "estimate")
-    flop = {
-        name: getattr(step, name) if is_told else None for name in ("model_flop", "hardware_flop", "processed_flop")
-    }
-    model_flop = flop["model_flop"]
+    flop = step.model_flop if is_told else None
     return RankStep(
-        index=index,
-        step_s=step.step_s,
-        phase_s=[step.phase_s[phase] for phase in PHASES],
-        blocked_s=None if blocked_ns is None else [ns / 1e9 for ns in blocked_ns],
-        ideal_s=None if model_flop is None else utilisation(model_flop, peaks, 1.0),
-        tokens=step.tokens,
-        tokens_processed=step.tokens_processed,
-        samples=step.samples,
-        **{name: None if amount is None else sum(amount.values()) for name, amount in flop.items()},
+        index,
+        step.step_s,
+        [step.phase_s[phase] for phase in PHASES],
+        None if blocked_ns is None else [ns / 1e9 for ns in blocked_ns],
+        None if flop is None else sum(flop.values()),
+        None if flop is None else utilisation(flop, peaks, 1.0),
+        step.tokens_processed,
+        step.samples,
     )
 
 
