@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-gpu lint results pictures clean
+.PHONY: help demo test coverage test-gpu lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT for half a minute and watch its MFU"
 	@echo "make test    linters, types and tests"
+	@echo "make coverage  the tests, and which lines of src/ they reach"
 	@echo "make lint    linters and types only"
 	@echo "make test-gpu  what only a CUDA device can show"
 	@echo "make results   a short run of every benchmark, then the README's tables from the results on file"
@@ -21,6 +22,9 @@ demo: $(VENV)/.ready-demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+coverage: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term
 
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/gpu

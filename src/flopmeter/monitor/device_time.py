@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from flopmeter.distributed import COMMUNICATION
 from flopmeter.timing.bound import data_wait, judge
 from flopmeter.timing.events import DeviceStep, DeviceTimeline
+from flopmeter.timing.sharded import ShardedWaits
 
 logger = logging.getLogger("flopmeter")
 
@@ -30,6 +32,8 @@ class DeviceTime:
         self.is_capturing = timeline.is_capturing
         self.on_step: Callable[[dict[str, float]], None] | None = None
         """Told the device's seconds by phase of every step that it has finished."""
+        self.waits: ShardedWaits | None = None
+        """Tells which of these seconds were waiting for collectives; then only such steps are told."""
         self._timeline = timeline
         self._event = event
         self._every = every
@@ -40,11 +44,23 @@ class DeviceTime:
         self._timeline.end_step(number)
         finished = [step for step in self._timeline.poll() if step.flaw is None]
         self._steps += finished[: MAX_STEPS - len(self._steps)]
-        if self.on_step is not None:
-            for step in finished:
-                self.on_step({phase: time.device_s for phase, time in step.phases.items()})
+        if self.waits is not None:
+            self.waits.end_step(number)
+        for step in finished:
+            self._tell(step)
         if number and number % self._every == 0:
             self.report()
+
+    def _tell(self, step: DeviceStep) -> None:
+        phase_s = {phase: time.device_s for phase, time in step.phases.items()}
+        if self.waits is not None:
+            waited_s = self.waits.take(step.step)
+            if waited_s is None:
+                return
+            phase_s = {phase: seconds - waited_s.get(phase, 0.0) for phase, seconds in phase_s.items()}
+            phase_s[COMMUNICATION] = sum(waited_s.values())
+        if self.on_step is not None:
+            self.on_step(phase_s)
 
     def report(self) -> None:
         """Write what has come together."""
@@ -55,6 +71,8 @@ class DeviceTime:
     def close(self) -> None:
         """The run is over."""
         self.report()
+        if self.waits is not None:
+            self.waits.detach()
         self._timeline.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from flopmeter.flops.workload import PatchWindow, Workload
 from flopmeter.metrics import Step, utilisation
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.schema import PHASES, RUN_FILE
+from flopmeter.timing.cuda import waits_of
 
 if TYPE_CHECKING:
     from flopmeter.distributed import Emit
@@ -59,7 +61,7 @@ def join(model: nn.Module, config: MonitorConfig, tracker: StepTracker, emit: Em
     try:
         ranks = join_job(model, config.monitoring.distributed, lambda: clock.current, emit, _device_name(model))
         if ranks is not None:
-            _connect(ranks, tracker)
+            _connect(ranks, tracker, model)
             ranks.start()
     except Exception as error:  # noqa: BLE001 - a job without statistics is still a job
         logger.warning("the ranks are not compared: %s: %s", type(error).__name__, error)
@@ -67,7 +69,7 @@ def join(model: nn.Module, config: MonitorConfig, tracker: StepTracker, emit: Em
     return ranks
 
 
-def _connect(ranks: Ranks, tracker: StepTracker) -> None:
+def _connect(ranks: Ranks, tracker: StepTracker, model: nn.Module) -> None:
     tracker.blocking = ranks.blocking
     if tracker.source is not None:
         tracker.source.ranks = ranks
@@ -75,6 +77,15 @@ def _connect(ranks: Ranks, tracker: StepTracker) -> None:
     if (device_time := tracker.device_time) is not None:
         device_time.on_step = ranks.add_device
         ranks.blocking.on_backward_computed = lambda: device_time.mark_inside_backward(COMMUNICATION)
+        if _is_sharded(model):
+            device_time.waits = waits_of(device_of(model), lambda: tracker.clock.current)
+            if device_time.waits is not None:
+                device_time.waits.attach()
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it, which takes a second
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
 def _device_name(model: nn.Module | None) -> str:

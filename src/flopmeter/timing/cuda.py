@@ -8,14 +8,18 @@ fork. On a build without CUDA most of these names raise when called, so they are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from flopmeter.timing.events import DeviceTimeline
+from flopmeter.timing.sharded import ShardedWaits
 
 NUM_EVENTS = 512
 """Per device: 64 micro-batches that the host may be ahead. Torch creates each one at its first record."""
+NUM_WAIT_EVENTS = 1024
+"""For the waits of one step of FSDP2: 128 layers, gathered twice, and some more."""
 
 
 class CudaApi(Protocol):
@@ -61,6 +65,13 @@ class CudaEvents:
 
     def elapsed_ms(self, first: int, second: int) -> float:
         return float(self._events[first].elapsed_time(self._events[second]))
+
+
+def waits_of(device: torch.device, phase: Callable[[], int]) -> ShardedWaits | None:
+    """What tells how long the device waits for FSDP2; None where there are no events."""
+    if device.type != "cuda" or device.index is None:
+        return None
+    return ShardedWaits(CudaEvents(device.index, num_events=NUM_WAIT_EVENTS), phase)
 
 
 def timeline_of(device: torch.device) -> DeviceTimeline | None:
