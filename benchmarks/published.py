@@ -1,7 +1,8 @@
 """Do our conventions give back the MFU that papers and repositories have printed?
 
-    python benchmarks/published.py [--table published_mfu.csv] [--record benchmarks/results/published.json]
+    python benchmarks/published.py --table published_mfu.csv [--record benchmarks/results/published.json]
 
+The table is a CSV with a row for each published run. It is not part of this repository.
 Each row of the table is recomputed from its sizes, throughput and GPUs under the convention that its own
 `attention_convention` field states, with the peak that its source divides by. `READINGS` is that translation, written
 down by source and wording; nothing looks at the published figure to choose. Compared are MFU and HFU where they are
@@ -30,8 +31,6 @@ from flopmeter.conventions import CONVENTIONS, Architecture, Recompute
 BENCHMARK_VERSION = 1
 TOLERANCE = 0.005
 MAX_DISAGREEING_SHARE = 0.05
-ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT.parent / "shared" / "data" / "published_mfu.csv"
 
 Row = Mapping[str, str]
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
@@ -356,11 +355,12 @@ def _record(path: Path, table: Path, verdicts: list[Verdict], summary: Mapping[s
 def main() -> int:
     """Print the comparison; exit code 1 when more rows disagree than may, or one does for no known reason."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--table", type=Path, help="CSV of published runs, which is not part of this repository")
     parser.add_argument("--record", type=Path, help="write the result, with the disagreeing rows, to this file")
     arguments = parser.parse_args()
-    if not arguments.table.is_file():
-        print(f"published.py: no table at {arguments.table}: name it with --table", file=sys.stderr)
+    if arguments.table is None or not arguments.table.is_file():
+        told = "needs a table" if arguments.table is None else f"{arguments.table} is no file"
+        print(f"published.py: {told}: name a CSV of published runs with --table", file=sys.stderr)
         return 2
     verdicts = judge_table(arguments.table)
     summary = summarise(verdicts)

@@ -39,11 +39,25 @@ def test_the_version_is_printed() -> None:
     assert flopmeter("--version").stdout.strip() == f"flopmeter {__version__}"
 
 
-@pytest.mark.parametrize(
-    "arguments", [("nonsense",), ("peak", "--no-such-option"), ("demo", "--seconds", "soon"), ("peak", "extra")]
+WRONG_USE = (
+    "nonsense",
+    "peak --no-such-option",
+    "peak extra",
+    "peak --dtype fp99",
+    "demo --seconds soon",
+    "run",
+    "run --mode fast train.py",
+    "report . --format pdf",
+    "explain no_such_rule",
+    "doctor --only no_such_check",
+    "count llama:layers=2,layers=3",
+    "mfu --arch layers=2 --seq 8 --gpus 1 --tokens-per-second 8 --peak-flop-per-s 1e12",
 )
-def test_wrong_use_is_one_line_and_exit_code_2(arguments: tuple[str, ...]) -> None:
-    answer = flopmeter(*arguments)
+
+
+@pytest.mark.parametrize("arguments", WRONG_USE)
+def test_wrong_use_is_one_line_and_exit_code_2(arguments: str) -> None:
+    answer = flopmeter(*arguments.split())
     assert answer.returncode == 2
     assert answer.stdout == ""
     assert answer.stderr.startswith("flopmeter: error: ")
@@ -61,6 +75,12 @@ def test_debug_shows_the_traceback() -> None:
     answer = flopmeter("--debug", "peak", "--device", "NVIDIA X999")
     assert "Traceback" in answer.stderr
     assert answer.returncode == 1
+
+
+def test_debug_changes_no_exit_code() -> None:
+    answer = flopmeter("--debug", "explain", "no_such_rule")
+    assert "Traceback" in answer.stderr
+    assert answer.returncode == 2
 
 
 def test_without_a_command_the_help_is_shown() -> None:

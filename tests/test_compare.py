@@ -387,7 +387,8 @@ BASELINE = {"mfu": 0.40, "hfu": 0.40, "step_time": 1.0, "goodput": 0.5}
     ],
 )
 def test_a_condition_is_judged(text: str, is_met: bool) -> None:
-    assert parse_condition(text, tuple(RUN)).is_met(RUN, BASELINE) is is_met
+    condition = parse_condition(text, tuple(RUN))
+    assert condition.holds(*condition.sides(RUN, BASELINE)) is is_met
 
 
 @pytest.mark.parametrize(
@@ -433,7 +434,7 @@ def test_a_misspelt_figure_gets_a_hint() -> None:
 @pytest.mark.parametrize("text", ["goodput < 1", "mfu / (step_time - 2) < 1"])
 def test_a_condition_on_what_is_unknown_is_neither_met_nor_not(text: str) -> None:
     with pytest.raises(UnknownFigureError):
-        parse_condition(text, tuple(RUN)).is_met(RUN, BASELINE)
+        parse_condition(text, tuple(RUN)).sides(RUN, BASELINE)
 
 
 # The command

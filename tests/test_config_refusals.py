@@ -61,6 +61,7 @@ def refused(source: Any) -> str:
         ("wandb.project", 5, "5", "text, in quotes"),
         ("wandb.mode", "quiet", "'quiet'", "online, offline, disabled or shared"),
         ("wandb.resume", 5, "5", "true or false, or allow, never, must or auto"),
+        ("monitoring.distributed.data_parallel_size", 0, "0", "expected a whole number, 1 or more"),
         ("prometheus.port", 65536, "65536", "a port from 1 to 65535"),
         ("prometheus.port", 0, "0", "a port from 1 to 65535"),
         ("prometheus.host", "", "''", "a host name or address"),

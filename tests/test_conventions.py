@@ -312,6 +312,21 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"), [([], "needs a table"), (["--table", "nowhere.csv"], "nowhere.csv is no file")]
+)
+def test_without_its_table_the_benchmark_says_in_one_line_what_it_needs(
+    published: ModuleType,
+    arguments: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["published.py", *arguments])
+    assert published.main() == 2
+    assert capsys.readouterr().err == f"published.py: {told}: name a CSV of published runs with --table\n"
+
+
 def _row(rows: list[dict[str, str]], **wanted: str) -> dict[str, str]:
     (match,) = [row for row in rows if all(row[key].startswith(value) for key, value in wanted.items())]
     return match

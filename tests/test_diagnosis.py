@@ -245,7 +245,7 @@ def test_the_command_judges_a_window_of_step_numbers(tmp_path: Path) -> None:
         (["diagnose", "nowhere"], 1, "cannot read nowhere"),
         (["diagnose", "RUN", "--window", "7"], 2, "'7' is not of the form A:B"),
         (["diagnose", "RUN", "--window", "900:"], 2, "the run has no steps in 900:; it has 1 to 40"),
-        (["explain", "nonsense!"], 1, "there is no rule 'nonsense!'"),
+        (["explain", "nonsense!"], 2, "there is no rule 'nonsense!'"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], exit_code: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The pages under docs/ can be followed: what they mark to run does run, and what they link to is there.
+"""The pages under docs/ can be followed: what they mark to run does run, and what any page links to is there.
 
 A fenced `bash` or `python` block after `<!-- run -->` is run, in the page's order, in a folder of the page's own that
 shows the repository's examples. `<!-- run, needs a b -->` skips it where a or b is not installed.
@@ -19,7 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"<!-- run(?:, needs (?P<needs>[\w ]+))? -->\n```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
-LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+TEXTS = [*PAGES, *sorted(ROOT.glob("*.md"))]
+LINK = re.compile(r"""(?:\]\(|(?:src|href)=["'])(?!\w+:)(?P<path>[^)#\s"']*)#?(?P<anchor>[^)\s"']*)""")
+FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
 class Block(NamedTuple):
@@ -66,10 +68,40 @@ def test_a_page_that_tells_how_has_something_to_run(name: str) -> None:
     assert blocks((ROOT / "docs" / f"{name}.md").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading may name, as GitHub writes it: lower case, hyphens for blanks, no other signs."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text("utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path, root: Path = ROOT) -> list[str]:
+    """Links and pictures that lead out of the repository, to no file, or to no heading."""
+    dead = []
+    for link in LINK.finditer(FENCED.sub("", page.read_text("utf-8"))):
+        target = (page.parent / link["path"]).resolve() if link["path"] else page
+        is_there = target.exists() and target.is_relative_to(root)
+        if not is_there or (link["anchor"] and link["anchor"] not in anchors(target)):
+            dead.append(f"{link['path']}#{link['anchor']}")
+    return dead
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    missing = [target for target in LINK.findall(page.read_text("utf-8")) if not (page.parent / target).exists()]
-    assert missing == []
+    assert dead_links(page) == []
+
+
+def test_the_link_test_finds_what_is_dead(tmp_path: Path) -> None:
+    page, root = tmp_path / "repository" / "page.md", tmp_path / "repository"
+    root.mkdir()
+    (tmp_path / "outside.md").touch()
+    page.write_text(
+        "# One `heading`, two words\n"
+        "[good](page.md) [good](#one-heading-two-words) [good](https://example.org/#x) ![good](page.md)\n"
+        "[dead](none.md) ![dead](none.png) <img src='none.svg'>\n"
+        "[dead](#two) [dead](page.md#two) [dead](../outside.md)\n"
+        "```\n# no heading\n[no link](none.md)\n```\n"
+    )
+    assert dead_links(page, root) == ["none.md#", "none.png#", "none.svg#", "#two", "page.md#two", "../outside.md#"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

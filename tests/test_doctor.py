@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +218,29 @@ def test_a_gpu_that_is_held_back_says_by_what() -> None:
     assert clocks.describe(900, 1980, 0x4 | 0x20).endswith("held back by a power limit and its temperature")
     assert clocks.describe(1900, 1980, 0x1) == "the GPU runs at 1900 of 1980 MHz under load"
     assert "names no reason" in clocks.describe(300, 1980, 0)
+
+
+def test_the_clock_of_a_mig_slice_is_that_of_its_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = SimpleNamespace(
+        NVMLError=KeyError,
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID={"MIG-abc": "slice"}.__getitem__,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle={"slice": "board"}.__getitem__,
+        nvmlDeviceGetClockInfo=lambda device, clock: {"board": 1410}[device],
+        nvmlDeviceGetMaxClockInfo=lambda device, clock: {"board": 1980}[device],
+        nvmlDeviceGetCurrentClocksThrottleReasons={"board": 0x4}.__getitem__,
+    )
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        get_device_properties=lambda index: SimpleNamespace(uuid="abc"),
+        synchronize=lambda: None,
+    )
+    modules = {"pynvml": nvml, "torch": SimpleNamespace(cuda=cuda)}
+    monkeypatch.setattr(clocks, "import_module", modules.__getitem__)
+    monkeypatch.setattr(clocks, "_load", lambda torch: None)
+    assert clocks.gpu_clocks() == (1410, 1980, 0x4)
 
 
 def test_overhead_is_the_median_difference_of_neighbouring_blocks() -> None:

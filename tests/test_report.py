@@ -528,17 +528,19 @@ def test_the_command_prints_other_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "exit_code", "message"),
     [
-        (["{here}/nothing"], "cannot read"),
-        (["{here}", "--format", "pdf"], "there is no report format 'pdf'"),
-        (["{here}", "-o", "{here}/none/report.html"], "cannot write the report"),
+        (["{here}/nothing"], 1, "cannot read"),
+        (["{here}", "--format", "pdf"], 2, "there is no report format 'pdf'"),
+        (["{here}", "-o", "{here}/none/report.html"], 1, "cannot write the report"),
     ],
 )
-def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_and_an_exit_code(
+    tmp_path: Path, arguments: list[str], exit_code: int, message: str
+) -> None:
     folder = runs.write_run(tmp_path, runs.ordinary_lines())
     answer = flopmeter(*(text.format(here=folder) for text in arguments))
-    assert answer.returncode == 1
+    assert answer.returncode == exit_code
     assert answer.stderr.startswith("flopmeter: error: ")
     assert message in answer.stderr
     assert len(answer.stderr.splitlines()) == 1

@@ -35,7 +35,7 @@ def test_pairs_in_closed_form_equal_the_pairs_that_are_listed() -> None:
 def test_a_batch_without_padding_is_told_by_its_shape() -> None:
     work = workload_of({"input_ids": ids(3, 5), "labels": ids(3, 5)})
     assert (work.samples, work.tokens, work.tokens_processed) == (3, 15, 15)
-    assert (work.pairs_causal, work.pairs_full, work.pairs_processed) == (3 * 15, 3 * 25, 3 * 25)
+    assert (work.pairs_causal, work.pairs_processed) == (3 * 15, 3 * 25)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -43,7 +43,7 @@ def test_padding_counts_as_processed_only(side: str) -> None:
     padding = mask([5, 3], 5) if side == "right" else mask([5, 3], 5).flip(1)
     work = workload_of({"input_ids": ids(2, 5), "attention_mask": padding})
     assert (work.tokens, work.tokens_processed) == (8, 10)
-    assert (work.pairs_causal, work.pairs_full, work.pairs_processed) == (15 + 6, 25 + 9, 50)
+    assert (work.pairs_causal, work.pairs_processed) == (15 + 6, 50)
 
 
 def test_packed_documents_are_told_alike_by_positions_and_by_offsets() -> None:

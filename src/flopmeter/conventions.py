@@ -343,14 +343,19 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
 
 def read_config(path: Path) -> Architecture:
     """The architecture in a transformers `config.json` (the file, or the folder that holds it)."""
+    return architecture_from_config(read_config_file(path))
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """What a transformers `config.json` holds."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as a model's config.json: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds a {type(config).__name__}, not a model's settings")
-    return architecture_from_config(config)
+        raise ConfigError(f"{file} holds a {type(config).__name__}, not the settings of a model's config.json")
+    return config
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:

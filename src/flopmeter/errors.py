@@ -13,6 +13,9 @@ Every message is one line that says what happened, what we know, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class FlopmeterError(Exception):
     """Anything flopmeter raises on purpose."""
@@ -45,3 +48,10 @@ class MissingLibraryError(FlopmeterError):
         target = f"'flopmeter[{extra}]'" if extra else library
         super().__init__(f"{needed_for} needs {library}, which is not installed: run  pip install {target}")
         self.library = library
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """How the message about an unknown name ends: with the nearest one, else with `otherwise` or all that there are."""
+    names = list(known)
+    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else otherwise or f"it is one of {', '.join(names)}"

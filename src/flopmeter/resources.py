@@ -185,6 +185,23 @@ class _Workers:
         return None if has_ended else (process.pid, float(times.user + times.system))
 
 
+def find_gpu(nvml: ModuleType, uuid: str) -> tuple[Any, Any]:
+    """NVML's handles of a device and of its board, which are one but for a MIG slice.
+
+    Args:
+        uuid: With or without its prefix: torch writes none, not even for a slice.
+    """
+    spellings = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"MIG-{uuid}", f"GPU-{uuid}"]
+    for spelling in spellings:
+        try:
+            device = nvml.nvmlDeviceGetHandleByUUID(spelling)
+        except nvml.NVMLError:
+            continue
+        is_slice = spelling.startswith("MIG-")
+        return device, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device) if is_slice else device
+    raise ResourceUnavailableError(f"NVML knows no {' or '.join(spellings)}")
+
+
 class _Gpu:
     """One GPU, or one MIG slice, through NVML.
 
@@ -194,7 +211,7 @@ class _Gpu:
 
     def __init__(self, nvml: ModuleType, uuid: str) -> None:
         self._nvml = nvml
-        self._device, self._board = self._find(uuid)
+        self._device, self._board = find_gpu(nvml, uuid)
 
     @classmethod
     def open(cls, uuid: str | None) -> _Gpu:
@@ -228,19 +245,6 @@ class _Gpu:
         if self._device is not self._board:
             probes |= dict.fromkeys(("resource/gpu_utilisation", "resource/gpu_power_w"), _refuse_slice)
         return probes
-
-    def _find(self, uuid: str) -> tuple[Any, Any]:
-        """Handles of the device and of its board. torch writes UUIDs without prefix, those of MIG slices too."""
-        nvml = self._nvml
-        spellings = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"MIG-{uuid}", f"GPU-{uuid}"]
-        for spelling in spellings:
-            try:
-                device = nvml.nvmlDeviceGetHandleByUUID(spelling)
-            except nvml.NVMLError:
-                continue
-            is_slice = spelling.startswith("MIG-")
-            return device, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device) if is_slice else device
-        raise ResourceUnavailableError(f"NVML knows no {' or '.join(spellings)}")
 
     def _memory_share(self) -> float:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(self._device)

@@ -7,6 +7,7 @@ file, so that `flopmeter --help` answers at once.
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Annotated
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 
 from flopmeter import __version__
-from flopmeter.errors import FlopmeterError
+from flopmeter.errors import ConfigError, FlopmeterError
 
 _EPILOG = "Start with:  flopmeter demo"
 
@@ -55,14 +56,12 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: an error is one line on stderr; exit code 2 for wrong use, 1 for a failure."""
-    if "--debug" in sys.argv[1:2]:
-        build_app()()
-        return
+    """Entry point."""
     sys.exit(_run())
 
 
 def _run() -> int:
+    """The exit code: 2 for wrong use or a wrong setting, 1 for a failure. An error is one line on stderr."""
     try:
         return build_app()(standalone_mode=False) or 0
     except typer.Exit as stop:
@@ -73,7 +72,9 @@ def _run() -> int:
         message = error.format_message()
         return _complain(f"{message} (see --help)", 2) if message else 2  # no text: the help was shown
     except FlopmeterError as error:
-        return _complain(str(error), 1)
+        if "--debug" in sys.argv[1:2]:
+            traceback.print_exc()
+        return _complain(str(error), 2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         return _complain("stopped", 130)
     except BrokenPipeError:

@@ -24,19 +24,19 @@ _STYLES = {"better": "green", "worse": "red", "gone": "green", "new": "red"}
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, run files or traces; the first is the baseline.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Runs' folders, run files or profiler traces; the first is the baseline.")
+    ],
     fail_if: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Exit with 1 when this is true of a run: 'mfu < 0.95 * baseline'. May be given several times."
-        ),
+        typer.Option(help="Exit with 1 when this is true of a run: 'mfu < 0.95 * baseline'. May be repeated."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the comparison as a page.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Hold runs against the first: figures, noise, findings that came and went, settings that differ.
 
-    Example:  flopmeter compare runs/before runs/after --fail-if "mfu < 0.95 * baseline"
+    Example: flopmeter compare runs/before runs/after --fail-if "mfu < 0.95 * baseline"
 
     --fail-if knows mfu, hfu, step_time, step_time_median, step_time_p95,
     steps_per_second, tokens_per_second, samples_per_second, goodput,

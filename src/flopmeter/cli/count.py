@@ -8,12 +8,12 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from flopmeter.cli._choice import choose
 from flopmeter.errors import MissingLibraryError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def command(
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="Also give the FLOPs as a formula of batch size B and length S.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every field as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """FLOPs of a model that need not fit this machine: it is run on shapes, no weight is allocated.
 
@@ -63,11 +63,11 @@ def command(
     vocab, window, experts, active_experts, expert_ffn, tied) or the config's
     own; parts of a config take a dot, as in text_config.hidden_size=1024.
     """
-    axis: Axis = _choose("--by", by, get_args(Axis))
-    kind: ConventionName = _choose("--convention", convention, get_args(ConventionName))
+    axis: Axis = choose("--by", by, get_args(Axis))
+    kind: ConventionName = choose("--convention", convention, get_args(ConventionName))
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter count", extra="torch")
-    weights = dtype if dtype is None else _choose("--dtype", dtype, tuple(_DTYPES))
+    weights = dtype if dtype is None else choose("--dtype", dtype, _DTYPES)
     answer = _count(_Question(model, batch, seq, train, kind, weights, checkpointing, symbolic))
     if as_json:
         typer.echo(json.dumps(answer.as_dict()))
@@ -110,14 +110,6 @@ class _Answer:
         counted = {"model_flop": self.count.model_flop, "flop_per_token": per_token, **asdict(self.count)}
         extent = {"tokens": self.num_tokens, "formula_lengths": self.formula_lengths}
         return {**asked, **sizes, **counted, **extent, "seconds": dict(self.seconds)}
-
-
-def _choose(option: str, value: str, known: tuple[str, ...]) -> Any:
-    if value in known:
-        return value
-    near = get_close_matches(value, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(known)}"
-    raise typer.BadParameter(f"{option}: unknown {value!r}: {hint}")
 
 
 def _count(question: _Question) -> _Answer:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flopmeter.cli._choice import choose
 from flopmeter.devices import measure_peak, peak_flops
-from flopmeter.errors import ConfigError, FlopmeterError, MissingLibraryError
+from flopmeter.errors import FlopmeterError, MissingLibraryError
 from flopmeter.record import load_run
 from flopmeter.report import REPORT_FILE
 
@@ -36,22 +37,23 @@ _ROWS = (
 
 
 def command(
-    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for the run file.")] = Path(
-        "runs/demo"
-    ),
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", "-o", help="Folder for the run file and the report.")
+    ] = Path("runs/demo"),
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long to train.")] = 30.0,
     workload: Annotated[str, typer.Option(help="What to train: gpt, conv or hf (a Llama of transformers).")] = "gpt",
     plant: Annotated[
-        list[str] | None, typer.Option("--plant", help="Plant a fault, to see it found; NAME or NAME=SIZE. Repeatable.")
+        list[str] | None,
+        typer.Option("--plant", help="Plant a fault, to see it found; NAME or NAME=SIZE. May be repeated."),
     ] = None,
     list_plants: Annotated[bool, typer.Option("--list-plants", help="Show the faults that can be planted.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a small model on synthetic data, watch its MFU, and print a summary. No account, no network.
 
     With --plant something is wrong with the run, and `flopmeter diagnose` should find it.
 
-    Example:  flopmeter demo --seconds 30 --plant slow_disk=0.5
+    Example: flopmeter demo --seconds 30 --plant slow_disk=0.5
     """
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter demo", extra="torch")
@@ -63,15 +65,14 @@ def command(
     if list_plants:
         _show_plants(PLANTS, json)
         return
-    if workload not in WORKLOADS:
-        raise typer.BadParameter(f"there is no workload {workload!r}; there are: {', '.join(WORKLOADS)}")
+    chosen = choose("--workload", workload, WORKLOADS)
     planted = [_planted(text) for text in plant or ()]
     if pick_device().type == "cpu":
         _measure_cpu_once(talk)
     faults = "".join(f" with {p.plant.name} ({p.size:.3g} {p.plant.size})" for p in planted)
     talk.print(f"Training {workload}{faults} for {seconds:.0f} s ...")
     config = {"monitoring": {"sinks": [] if json else ["console"]}}
-    result = run_demo(output_dir, seconds, config, workload=workload, planted=planted)
+    result = run_demo(output_dir, seconds, config, workload=chosen, planted=planted)
     if json:
         answer = {"run": str(result.run_path), "num_steps": result.num_steps, "final_loss": result.final_loss}
         answer["planted"] = {p.plant.name: p.size for p in planted}
@@ -91,10 +92,7 @@ def _planted(text: str) -> Planted:
     from flopmeter.demo import Planted, find_plant
 
     name, _, size = text.partition("=")
-    try:
-        plant = find_plant(name)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+    plant = find_plant(name)
     low, high = plant.sizes
     try:
         return Planted(plant, float(size) if size else (low + high) / 2)

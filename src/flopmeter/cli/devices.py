@@ -12,7 +12,7 @@ from flopmeter.devices import DTYPES, Device, list_devices
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print every field, FLOP/s and bytes/s, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, in FLOP/s and bytes/s.")] = False,
 ) -> None:
     """List the devices whose peak is on file: dense TFLOP/s by dtype, memory in TB/s.
 

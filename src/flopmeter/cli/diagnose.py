@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: Annotated[
-        Path, typer.Argument(help="A run's folder, its run.jsonl, or a profiler trace.", show_default=False)
-    ],
+    run: Annotated[Path, typer.Argument(help="A run's folder, its run file, or a profiler trace.")],
     window: Annotated[
         str | None, typer.Option(help="Only the steps numbered A up to B, as A:B; either may be left out.")
     ] = None,

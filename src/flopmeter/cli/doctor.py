@@ -18,7 +18,7 @@ _COLOURS = {"works": "green", "falls back": "yellow", "missing": "yellow", "not 
 
 
 def command(
-    only: Annotated[list[str] | None, typer.Option(help="Make only this check; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Make only this check. May be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check in at most a minute what works here, what falls back, and why. The exit code is 1 if something is broken.

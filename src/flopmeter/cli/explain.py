@@ -1,4 +1,4 @@
-"""`flopmeter explain`: what does a verdict mean, how do we know, and what is to be done?"""
+"""`flopmeter explain`: what does a finding mean, how do we know, and what is to be done?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def command(
     name: Annotated[str | None, typer.Argument(help="A rule, such as data_stall. Default: list them all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: name to text.")] = False,
 ) -> None:
-    """Explain a verdict of `flopmeter diagnose`, or list all of them.
+    """Explain a rule of `flopmeter diagnose`, or list them all.
 
     Example: flopmeter explain data_stall
     """

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from flopmeter.cli._choice import choose
 from flopmeter.conventions import CONVENTIONS, MODELS, NAMED, RECOMPUTE_MODES, Architecture, Recompute, read_config
-from flopmeter.errors import ConfigError
+from flopmeter.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def command(
         tokens_per_s=_find_throughput(tokens_per_second, step_time, global_batch, seq),
         gpus=gpus,
         peak=_find_peak(device, peak_flop_per_s, dtype),
-        recompute=_choose_recompute(recompute),
+        recompute=choose("--recompute", recompute, RECOMPUTE_MODES),
     )
     result = _describe(run)
     if as_json:
@@ -117,8 +117,7 @@ def _parse_architecture(text: str) -> Architecture:
         if not equals:
             raise ConfigError(f"{item.strip()!r} is not of the form key=value")
         if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.5)
-            raise ConfigError(f"unknown key {key!r}: " + (f"did you mean {near[0]!r}?" if near else ", ".join(known)))
+            raise ConfigError(f"unknown key {key!r}: {did_you_mean(key, known)}")
         if key in values:
             raise ConfigError(f"{key} is given twice")
         values[key] = _parse_value(value)
@@ -164,15 +163,6 @@ def _find_peak(device: str | None, peak_flop_per_s: float | None, dtype: str) ->
     except ConfigError as error:
         raise typer.BadParameter(f"--dtype: {error}") from None
     return {key: getattr(peak, key) for key in ("flop_per_s", "dtype", "device", "source", "note")}
-
-
-def _choose_recompute(text: str) -> Recompute:
-    for mode in RECOMPUTE_MODES:
-        if mode == text:
-            return mode
-    near = get_close_matches(text, RECOMPUTE_MODES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(RECOMPUTE_MODES)}"
-    raise typer.BadParameter(f"--recompute: unknown {text!r}: {hint}")
 
 
 def _positive(option: str, value: float) -> float:

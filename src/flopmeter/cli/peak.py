@@ -21,14 +21,17 @@ def command(
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Sweep matmuls on the device here; needs torch.")] = False,
     budget_s: Annotated[float, typer.Option(min=0.1, help="Length of the sweep in seconds.")] = 8.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, in FLOP/s and bytes/s.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, in FLOP/s and bytes/s.")] = False,
 ) -> None:
     """Print the dense peak of a device, its source and its caveats; --measure adds what matmuls reach here.
 
     Example: flopmeter peak --device "NVIDIA H100 80GB HBM3" --dtype bf16 --json
     """
+    from rich.console import Console
+
     measurement = _sweep(device, dtype, budget_s) if measure else None
-    peak = _peak(device, dtype, measurement)
+    with Console(stderr=True).status("Looking the peak up ..."):  # asking torch for the device here takes seconds
+        peak = _peak(device, dtype, measurement)
     if as_json:
         typer.echo(json.dumps(_as_dict(peak, measurement), indent=2))
     else:

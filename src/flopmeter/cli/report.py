@@ -13,9 +13,7 @@ from flopmeter.report import check_format, place_of, render_facts, write_text
 
 
 def command(
-    run: Annotated[
-        Path, typer.Argument(help="A run's folder, its run.jsonl, or a trace of torch.profiler.", show_default=False)
-    ],
+    run: Annotated[Path, typer.Argument(help="A run's folder, its run file, or a profiler trace.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write. Default: report.html beside the run file.")
     ] = None,

@@ -37,9 +37,11 @@ def command(
 ) -> None:
     """Run a training script unchanged and measure it. Options of ours come before the script's name.
 
-    FLOPMETER=off in the environment runs it without measuring. Under torchrun:  torchrun ... -m flopmeter run train.py
+    Example: flopmeter run train.py --lr 3e-4
 
-    Example:  flopmeter run train.py --lr 3e-4
+    Under torchrun: torchrun ... -m flopmeter run train.py
+
+    FLOPMETER=off in the environment runs it without measuring.
     """
     arguments = _checked(program or [])
     environment = dict(os.environ)
@@ -55,7 +57,7 @@ def command(
 
 def _checked(program: list[str]) -> list[str]:
     if not program or program == ["-m"]:
-        raise FlopmeterError("there is nothing to run: give a script, or -m and a module's name")
+        raise typer.BadParameter("there is nothing to run: give a script, or -m and a module's name")
     if program[0].startswith("-") and program[0] != "-m":
         raise typer.BadParameter(f"No such option: {program[0]}")
     return program

@@ -26,7 +26,7 @@ def command(
 ) -> None:
     """Show the runs of a folder as live pages: the list, each run as it grows, runs side by side.
 
-    Example:  flopmeter serve runs --port 8484
+    Example: flopmeter serve runs --port 8484
     """
     from flopmeter.serve import make_app
     from flopmeter.serve.guard import is_loopback

@@ -36,14 +36,14 @@ _SHARES: dict[str, Callable[[StepTime], float]] = {
 
 def command(
     files: Annotated[list[Path], typer.Argument(help="Kineto or Chrome traces (.json, .json.gz), one for each rank.")],
-    peak: Annotated[
-        float | None, typer.Option(min=1.0, help="Peak FLOP/s of the device, where it is not on file.")
+    peak_flop_per_s: Annotated[
+        float | None, typer.Option(min=1.0, help="Dense peak of the device, where it is not on file.")
     ] = None,
     top: Annotated[int, typer.Option(min=0, max=20, help="How many of the longest kernels to show.")] = 8,
     max_gb: Annotated[
         float | None, typer.Option(min=0.001, help="Most text to read of a file, in GB. Default: 32.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Where the time of a recorded trace went, its MFU from recorded shapes, and why it is not higher.
 
@@ -57,7 +57,9 @@ def command(
 
     max_text_bytes = None if max_gb is None else int(max_gb * (1 << 30))
     with _progress(files) as on_progress:
-        trace = load_trace(files, peak_flop_per_s=peak, max_text_bytes=max_text_bytes, on_progress=on_progress)
+        trace = load_trace(
+            files, peak_flop_per_s=peak_flop_per_s, max_text_bytes=max_text_bytes, on_progress=on_progress
+        )
     diagnosis = diagnose(trace.as_run())
     if as_json:
         typer.echo(json.dumps(plain({**trace.as_dict(), "diagnosis": asdict(diagnosis)}), allow_nan=False))

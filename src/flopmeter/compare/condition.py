@@ -10,9 +10,8 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from flopmeter.errors import ConfigError
+from flopmeter.errors import ConfigError, did_you_mean
 
 MAX_LENGTH = 300
 
@@ -53,16 +52,12 @@ class Condition:
     figure: str | None
     """What a bare `baseline` means; None when the expression names no figure, or several."""
 
-    def is_met(self, run: Figures, baseline: Figures) -> bool:
-        """Whether the condition is true of a run.
+    def sides(self, run: Figures, baseline: Figures) -> tuple[float, float]:
+        """The two numbers that are compared.
 
         Raises:
             UnknownFigureError: A figure is unknown, or something is divided by zero.
         """
-        return self.holds(*self.sides(run, baseline))
-
-    def sides(self, run: Figures, baseline: Figures) -> tuple[float, float]:
-        """The two numbers that are compared."""
         return self._value(self.left, run, baseline), self._value(self.right, run, baseline)
 
     def _value(self, node: ast.expr, run: Figures, baseline: Figures) -> float:
@@ -132,9 +127,7 @@ def _check(node: ast.expr, text: str, names: tuple[str, ...]) -> None:
 
 def _check_name(name: str, names: tuple[str, ...]) -> None:
     if name not in names:
-        near = get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-        raise ConfigError(f"there is no figure {name!r}: {hint}")
+        raise ConfigError(f"there is no figure {name!r}: {did_you_mean(name, names)}")
 
 
 def _bare_names(node: ast.AST) -> set[str]:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from flopmeter.config.values import (
     Budget,
+    Count,
     FlopRate,
     Frequency,
     Host,
@@ -132,7 +133,7 @@ class Distributed(Section):
     """And at most every so many seconds, however short the steps are."""
     join_s: Seconds = 30.0
     """How long rank 0 waits for the others, from its first step on, before it gives up comparing. Nothing blocks."""
-    data_parallel_size: Steps | None = None
+    data_parallel_size: Count | None = None
     """How many groups of ranks see different tokens; not given: told from the device meshes of the parameters."""
     record_every_rank: Switch = False
     """Let each of the other ranks write a run file of its own, `run.rank<N>.jsonl`, beside the job's."""

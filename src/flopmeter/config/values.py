@@ -52,6 +52,7 @@ Frequency = Annotated[
 Steps = Annotated[
     int, BeforeValidator(_whole), Field(ge=1, le=_INT64_MAX), Allowed("a whole number of steps, 1 or more")
 ]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=_INT64_MAX), Allowed("a whole number, 1 or more")]
 RunShare = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1), Allowed("a share of the run between 0 and 1")]
 Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False), Allowed("seconds, more than 0")]
 FlopRate = Annotated[

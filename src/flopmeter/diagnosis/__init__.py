@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from inspect import cleandoc
 from pkgutil import iter_modules
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 from flopmeter.diagnosis import rules
 from flopmeter.diagnosis._evidence import Evidence, percent
 from flopmeter.diagnosis._finding import Finding, Gain, NotCheckedError
-from flopmeter.errors import ConfigError
+from flopmeter.errors import ConfigError, did_you_mean
 from flopmeter.waterfall import Waterfall
 
 if TYPE_CHECKING:
@@ -128,9 +127,7 @@ def explain(name: str) -> str:
     """
     if name in RULES:
         return RULES[name].explanation
-    near = get_close_matches(name, RULES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(RULES)}"
-    raise ConfigError(f"there is no rule {name!r}: {hint}")
+    raise ConfigError(f"there is no rule {name!r}: {did_you_mean(name, RULES)}")
 
 
 def _refuse(evidence: Evidence) -> Finding | None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from flopmeter.doctor._result import Result
+from flopmeter.resources import find_gpu
 
 ORDER = 40
 LIMIT_S = 10.0
@@ -64,10 +65,10 @@ def gpu_clocks() -> tuple[float, float, int] | None:
     _load(torch)
     pynvml.nvmlInit()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
-        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        return now, most, pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        _, board = find_gpu(pynvml, str(torch.cuda.get_device_properties(0).uuid))
+        now = pynvml.nvmlDeviceGetClockInfo(board, pynvml.NVML_CLOCK_SM)
+        most = pynvml.nvmlDeviceGetMaxClockInfo(board, pynvml.NVML_CLOCK_SM)
+        return now, most, pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)
     finally:
         pynvml.nvmlShutdown()
         torch.cuda.synchronize()

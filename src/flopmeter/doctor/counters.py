@@ -19,14 +19,12 @@ WATCH_S = 1.5
 
 
 def check() -> Result:
-    import torch
-
     from flopmeter.doctor._trial import device_at_hand
     from flopmeter.flops.counters import Unavailable, open_counters
+    from flopmeter.monitor.header import device_uuid
 
     device = device_at_hand()
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    reader = open_counters(str(device), uuid=uuid)
+    reader = open_counters(str(device), uuid=device_uuid(device))
     if isinstance(reader, Unavailable):
         return Result(standing="falls back", says=f"{reader}; the mode hybrid uses the profiler instead")
     try:

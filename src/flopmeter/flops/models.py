@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +26,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from flopmeter.conventions import MODELS, Architecture
-from flopmeter.errors import ConfigError, CountError, MissingLibraryError
+from flopmeter.conventions import MODELS, Architecture, read_config_file
+from flopmeter.errors import ConfigError, CountError, MissingLibraryError, did_you_mean
 from flopmeter.flops.shadow import shadow
 
 SHORT_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -125,7 +124,7 @@ def _find_config(head: str, settings: Mapping[str, str]) -> Any:
         base, more = _describe(MODELS[head.lower()])
         return _find_config(base, {**more, **settings})
     if Path(head).exists():
-        return _change(_read_json(Path(head)), settings)
+        return _change(_read_config(Path(head)), settings)
     return _change({"model_type": head}, settings)
 
 
@@ -138,14 +137,10 @@ def _describe(arch: Architecture) -> tuple[str, dict[str, str]]:
     return model_type, {name: str(size) for name, size in sizes.items() if size}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as a model's config.json: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise ConfigError(f"{file} is no model's config.json: it has no model_type")
+def _read_config(path: Path) -> dict[str, Any]:
+    content = read_config_file(path)
+    if not isinstance(content.get("model_type"), str):
+        raise ConfigError(f"{path} is no model's config.json: it has no model_type")
     return content
 
 
@@ -167,8 +162,8 @@ def _make_config(content: Mapping[str, Any]) -> Any:
     known = _transformers().CONFIG_MAPPING
     model_type = str(content["model_type"])
     if model_type not in known:
-        near = get_close_matches(model_type, [*known, *NAMED, *MODELS], n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}?" if near else "name a config.json, or package.module:function"
+        names = [*known, *NAMED, *MODELS]
+        hint = did_you_mean(model_type, names, otherwise="name a config.json, or package.module:function")
         raise ConfigError(f"{model_type!r} is neither a file, a published model nor a transformers model type: {hint}")
     try:
         return known[model_type].from_dict({key: value for key, value in content.items() if key != "model_type"})
@@ -200,8 +195,7 @@ def _text_part(config: Any) -> str | None:
 
 
 def _unknown(name: str, config: Any, known: Any) -> ConfigError:
-    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"short names are {', '.join(SHORT_NAMES)}"
+    hint = did_you_mean(name, known, otherwise=f"short names are {', '.join(SHORT_NAMES)}")
     return ConfigError(f"a {config.model_type!r} model has no setting {name!r}: {hint}")
 
 

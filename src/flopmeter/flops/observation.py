@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,13 +21,13 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask
+from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.repeats import Repeats
 
 logger = logging.getLogger("flopmeter")
 
 WorkPhase = Literal["forward", "backward", "recompute", "optimizer", "evaluation"]
 
-_ENGINE = "_engine_run_backward"  # backward() and grad() both call the engine through this name of torch.autograd
 _MATRIX_WORDS = ("mm", "conv", "attention", "linear", "lstm", "gru", "rnn", "fft", "matmul", "einsum")
 _KNOWN_NAMESPACES = frozenset(
     {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
@@ -72,7 +73,7 @@ class Observation:
         self._repeats = Repeats()
         self._mode = _Mode(self._take, count_fake)
         self._count_evaluation = count_evaluation
-        self._creates_graph: list[bool] = []
+        self._builds_graph: list[bool] = []
         self._is_in_optimizer = False
         self._undo: list[Callable[[], None]] = []
 
@@ -89,7 +90,8 @@ class Observation:
     def start(self) -> None:
         """Begin to watch."""
         self._frames.install()
-        self._undo = [self._frames.remove, *_watch_optimizers(self._set_in_optimizer), self._watch_backward()]
+        self._undo = [self._frames.remove, *_watch_optimizers(self._set_in_optimizer)]
+        self._undo.append(surround_backward(self._inside_backward))
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -117,24 +119,13 @@ class Observation:
     def _set_in_optimizer(self, is_in: bool) -> None:
         self._is_in_optimizer = is_in
 
-    def _watch_backward(self) -> Callable[[], None]:
-        """Note whether a backward pass builds a graph: its gradient work then looks like recomputation."""
-        original = getattr(torch.autograd, _ENGINE)
-
-        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self._creates_graph.append(bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)))
-            try:
-                return original(outputs, *args, **kwargs)
-            finally:
-                self._creates_graph.pop()
-
-        setattr(torch.autograd, _ENGINE, run_backward)
-
-        def undo() -> None:
-            if getattr(torch.autograd, _ENGINE) is run_backward:
-                setattr(torch.autograd, _ENGINE, original)
-
-        return undo
+    @contextmanager
+    def _inside_backward(self, builds_graph: bool) -> Iterator[None]:
+        self._builds_graph.append(builds_graph)
+        try:
+            yield
+        finally:
+            self._builds_graph.pop()
 
     def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         op = _name_of(func)
@@ -175,7 +166,7 @@ class Observation:
             return "evaluation" if frame.batch.is_evaluation and not self._count_evaluation else "forward"
         if not torch.is_grad_enabled():
             return "backward"
-        builds_graph = bool(self._creates_graph) and self._creates_graph[-1]
+        builds_graph = bool(self._builds_graph) and self._builds_graph[-1]
         return "backward" if builds_graph and not self._frames.depth else "recompute"
 
     def _note_repeats(self, phase: WorkPhase, work: Work | Callable[[], Work], node: Any) -> None:

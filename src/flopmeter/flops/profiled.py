@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ from flopmeter.errors import CountError
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Spec, Work
+from flopmeter.flops.patching import replace_attribute, surround_backward
 from flopmeter.flops.profiler_events import (
     ABORTED,
     Event,
@@ -51,7 +53,6 @@ COMPILED = "Of compiled code, kernels that the compiler wrote are not seen, and 
 
 _Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
-_ENGINE = "_engine_run_backward"  # backward() and grad() both call the engine through this name of torch.autograd
 _STOP = "_StopRecomputationError"
 _BUILDS_GRAPH = "flopmeter: this backward pass builds a graph"
 _NODE = "autograd::engine::evaluate_function"
@@ -73,7 +74,7 @@ class ProfiledStep:
             CountError: Another profiler is at work; `profiler_guard.blocker` tells beforehand.
         """
         self._recording.start()
-        self._undo = [_mark_backward_that_builds_graphs(), _mark_aborted_recomputation()]
+        self._undo = [surround_backward(_mark_if_it_builds_a_graph), _mark_aborted_recomputation()]
 
     def stop(self) -> None:
         """End the recording, read it, and give its memory back. Does nothing the second time."""
@@ -113,12 +114,7 @@ class ProfiledStep:
 
 
 @torch.inference_mode(False)
-def profile_flops(
-    model: nn.Module,
-    batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor,
-    training: bool = True,
-    convention: Convention = "exact",
-) -> FlopCount:
+def profile_flops(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> FlopCount:
     """Run the model once under the profiler, forward and backward, and leave it as it was.
 
     Args:
@@ -134,12 +130,12 @@ def profile_flops(
     own = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     own |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map_only(torch.Tensor, partial(_on_loan, device=device), call_arguments(model, batch))
-    with untouched(model), torch.set_grad_enabled(training), _reparametrize_module(model, own, tie_weights=True):
+    with untouched(model), torch.enable_grad(), _reparametrize_module(model, own, tie_weights=True):
         with ProfiledStep() as profiled:
             loss = loss_of(model(*args, **kwargs))
-            if training and loss is not None:
+            if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
-        return profiled.result(convention)
+        return profiled.result()
 
 
 def _on_loan(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -275,17 +271,8 @@ class _Counter:
         self.ops.append(_Op(place.phase, event.name, dtype, work, place.has_gradients_off))
 
 
-def _mark_backward_that_builds_graphs() -> Callable[[], None]:
-    """With `create_graph`, gradient work has gradients on, which otherwise means recomputation."""
-    original = getattr(torch.autograd, _ENGINE)
-
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (args[2] if len(args) > 2 else kwargs.get("create_graph", False)):
-            return original(outputs, *args, **kwargs)
-        with record_function(_BUILDS_GRAPH):
-            return original(outputs, *args, **kwargs)
-
-    return _replace(torch.autograd, _ENGINE, run_backward)
+def _mark_if_it_builds_a_graph(builds_graph: bool) -> AbstractContextManager[Any]:
+    return record_function(_BUILDS_GRAPH) if builds_graph else nullcontext()
 
 
 def _mark_aborted_recomputation() -> Callable[[], None]:
@@ -300,15 +287,4 @@ def _mark_aborted_recomputation() -> Callable[[], None]:
             with record_function(ABORTED):
                 pass
 
-    return _replace(checkpoint, _STOP, Marked)
-
-
-def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-
-    def undo() -> None:
-        if getattr(owner, name) is value:
-            setattr(owner, name, original)
-
-    return undo
+    return replace_attribute(checkpoint, _STOP, Marked)

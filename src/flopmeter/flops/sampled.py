@@ -12,6 +12,7 @@ Only the raw results are read: torch's own parsing costs many times more than th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import time_ns
 from typing import Any
 
@@ -19,10 +20,10 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
+from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.profiler_guard import Recording, blocker
 from flopmeter.flops.step_profile import Kernel, Marks, Range, Span, StepProfile, reduce_cpu, reduce_cuda
 
-_ENGINE = "_engine_run_backward"  # backward() and grad() both call the engine through this name of torch.autograd
 _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
@@ -64,7 +65,7 @@ class SampledStep:
             CountError: Another profiler is at work; `why_not` tells beforehand.
         """
         self._recording.start()
-        self._undo.append(self._watch_backward())
+        self._undo.append(surround_backward(self._note_backward))
         # The compiler would look into a hook on a module that it has compiled in place.
         if self._model is not None and getattr(self._model, "_compiled_call_impl", None) is None:
             hook = _ForwardHook(self._forward)
@@ -99,26 +100,16 @@ class SampledStep:
         batches = [r.end_ns for r in ranges if r.name.startswith("enumerate(DataLoader)") and r.end_ns <= end_ns]
         return [(max(batches, default=self._start_ns), end_ns)]
 
-    def _watch_backward(self) -> Callable[[], None]:
-        original = getattr(torch.autograd, _ENGINE)
-
-        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            start_ns = time_ns()
-            try:
-                return original(outputs, *args, **kwargs)
-            finally:
-                span = (start_ns, time_ns())
-                self._backward.append(span)
-                if args[2] if len(args) > 2 else kwargs.get("create_graph", False):
-                    self._graph_building.append(span)
-
-        setattr(torch.autograd, _ENGINE, run_backward)
-
-        def undo() -> None:
-            if getattr(torch.autograd, _ENGINE) is run_backward:
-                setattr(torch.autograd, _ENGINE, original)
-
-        return undo
+    @contextmanager
+    def _note_backward(self, builds_graph: bool) -> Iterator[None]:
+        start_ns = time_ns()
+        try:
+            yield
+        finally:
+            span = (start_ns, time_ns())
+            self._backward.append(span)
+            if builds_graph:
+                self._graph_building.append(span)
 
 
 class _ForwardHook:

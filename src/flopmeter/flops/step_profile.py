@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from flopmeter.devices.kernels import is_communication, is_matmul
 from flopmeter.flops import formulas
 
 Kind = Literal["matmul", "recompute", "non_matmul", "optimizer", "copy", "communication", "gap"]
@@ -37,7 +38,6 @@ _LOADING = "enumerate(DataLoader)"
 _OPTIMIZER = "Optimizer."
 _COMPILED = "## Call CompiledFxGraph"
 _COLLECTIVE = re.compile(r"nccl|gloo:|c10d::|_c10d_functional::", re.IGNORECASE)
-_MATRIX_KERNEL = re.compile(r"gemm|cutlass|xmma|flash_(fwd|bwd)|fmha|conv\dd|convolution|implicit", re.IGNORECASE)
 _HOST_COPY = re.compile(r"HtoD|DtoH")
 
 
@@ -316,7 +316,7 @@ def is_operator(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_collective(name: str) -> bool:
-    """Whether an operator or kernel talks to other ranks."""
+    """Whether an operator talks to other ranks."""
     return _COLLECTIVE.search(name) is not None
 
 
@@ -331,13 +331,13 @@ def _was_launched_inside(kernel: Kernel, walk: _Walk, marks: Marks) -> bool:
 
 
 def _kernel_kind(kernel: Kernel, walk: _Walk) -> Kind:
-    if is_collective(kernel.name):
+    if is_communication(kernel.name):
         return "communication"
     if _HOST_COPY.search(kernel.name):
         return "copy"
     kind = walk.kind_by_id.get(kernel.op_id)
     if kind is None or kind == "communication":
-        return "matmul" if _MATRIX_KERNEL.search(kernel.name) else "non_matmul"
+        return "matmul" if is_matmul(kernel.name) else "non_matmul"
     return kind
 
 

@@ -84,11 +84,6 @@ class Workload:
     patch_pairs_window: int = 0
     """Pairs of patches within each window."""
 
-    @property
-    def pairs_full(self) -> int:
-        """Pairs within each sequence or document, both ways: the sum of n^2."""
-        return 2 * self.pairs_causal - self.tokens
-
     def __add__(self, other: Workload) -> Workload:
         """The workload of two micro-batches. Window pairs are kept where both were counted for the same window."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in _WINDOWS}

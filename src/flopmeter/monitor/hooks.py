@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
+from flopmeter.flops.patching import replace_attribute
+
 _graph_task = torch._C._current_graph_task_id
 """Inside a backward pass its number, elsewhere -1."""
 
@@ -30,11 +32,16 @@ class ForwardListener(Protocol):
     def on_evaluation(self) -> None: ...
 
 
-class Listener(ForwardListener, Protocol):
-    """Whoever wants to know. Methods are called on the training thread and must not raise."""
+class WaitListener(Protocol):
+    """Whoever wants to know of waits for a batch. Methods must not raise."""
 
     def on_wait(self) -> None: ...
     def on_batch(self) -> None: ...
+
+
+class Listener(ForwardListener, WaitListener, Protocol):
+    """Whoever wants to know. Methods are called on the training thread and must not raise."""
+
     def on_backward(self, roots: Any) -> None: ...
     def on_backward_end(self) -> None: ...
     def on_optimizer(self) -> None: ...
@@ -79,7 +86,8 @@ class Hooks:
 
     def attach_loader(self, loader: Any) -> None:
         """Time the wait for each batch of a DataLoader, however the loop iterates over it."""
-        self._undo.append(_patch_loader(self._listener, loader))
+        dataset = getattr(loader, "dataset", None)
+        self._undo.append(patch_loaders(self._listener, lambda iterator: iterator._dataset is dataset))
 
     def remove(self) -> None:
         """Take everything away again. Safe to call twice."""
@@ -205,13 +213,7 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
             listener.on_backward_end()
 
     _skip_in_compiler(backward.__code__, and_callees=False)
-    torch.autograd.backward = backward
-
-    def undo() -> None:
-        if torch.autograd.backward is backward:
-            torch.autograd.backward = original
-
-    return undo
+    return replace_attribute(torch.autograd, "backward", backward)
 
 
 def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
@@ -222,24 +224,16 @@ def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
         with hooks.lifted():
             return original(*args, **kwargs)
 
-    torch.cuda.make_graphed_callables = make_graphed_callables
-
-    def undo() -> None:
-        if torch.cuda.make_graphed_callables is make_graphed_callables:
-            torch.cuda.make_graphed_callables = original
-
-    return undo
+    return replace_attribute(torch.cuda, "make_graphed_callables", make_graphed_callables)
 
 
-def _patch_loader(listener: Listener, loader: Any) -> Callable[[], None]:
-    """Every DataLoader iterator fetches through this method; only those over our loader's data set are timed."""
-    owner = dataloader._BaseDataLoaderIter
-    original = owner.__next__
-    dataset = getattr(loader, "dataset", None)
+def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:
+    """Every DataLoader iterator fetches through one method: mark the waits for those that are ours, on this thread."""
+    original = dataloader._BaseDataLoaderIter.__next__
     thread, pid = threading.get_ident(), os.getpid()
 
     def fetch(iterator: Any) -> Any:
-        if iterator._dataset is not dataset or threading.get_ident() != thread or os.getpid() != pid:
+        if threading.get_ident() != thread or os.getpid() != pid or not is_ours(iterator):
             return original(iterator)
         listener.on_wait()
         try:
@@ -250,13 +244,7 @@ def _patch_loader(listener: Listener, loader: Any) -> Callable[[], None]:
         finally:
             listener.on_batch()
 
-    owner.__next__ = fetch  # type: ignore[method-assign, assignment]
-
-    def undo() -> None:
-        if owner.__next__ is fetch:
-            owner.__next__ = original  # type: ignore[method-assign]
-
-    return undo
+    return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
 
 
 def _skip_in_compiler(code: CodeType, *, and_callees: bool) -> None:

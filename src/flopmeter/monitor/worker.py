@@ -44,7 +44,6 @@ class SinkThread:
         self.name = name
         self.takes_every_step = takes_every_step(name)
         self.num_dropped = 0
-        self.num_thinned = 0
         self.cpu_s = 0.0
         self._context = context
         self._cpu_share = cpu_share
@@ -67,10 +66,7 @@ class SinkThread:
         if self._cpu_share is None or self._num_put < FREE_LOGS or len(metrics) > len(BASICS):
             return True
         cost_s = self.cpu_s / max(1, self._num_taken)
-        if (self._num_put + 1) * cost_s <= self._cpu_share * (time.monotonic() - self._started_s):
-            return True
-        self.num_thinned += 1
-        return False
+        return (self._num_put + 1) * cost_s <= self._cpu_share * (time.monotonic() - self._started_s)
 
     def close(self, timeout_s: float) -> bool:
         """Let the sink finish; False when it does not in time, and is then left behind."""

@@ -49,11 +49,6 @@ class DataWait:
     device_s: float
     """Time that the device had nothing to do because of it: this is lost."""
 
-    @property
-    def hidden_s(self) -> float:
-        """What the device's queue covered. Not clamped: two clocks differ by some parts in a million."""
-        return self.host_s - self.device_s
-
 
 def judge(steps: Iterable[DeviceStep], *, min_steps: int = MIN_STEPS) -> Verdict:
     """Tell who waits for whom over a window of steps; steps with a flaw are left out."""

@@ -26,7 +26,8 @@ from typing import Literal, Protocol
 logger = logging.getLogger("flopmeter")
 
 MARKS_PER_MICRO_BATCH = 8
-"""Timed events cost the host some microseconds each and can get into the way of overlapped work: borders only."""
+"""Marks beyond these since the last forward pass or end of a step are skipped: timed events cost the host some
+microseconds each and can get into the way of overlapped work."""
 
 UNSPLIT = "unsplit"
 """The phase of device time in which a mark is missing: it belongs to two phases, and nobody knows how much to which."""
@@ -166,16 +167,9 @@ class DeviceTimeline:
 
     Args:
         now_ns: The host's clock; tests pass a simulated one.
-        marks_per_micro_batch: Marks beyond these since the last forward pass or end of a step are skipped.
     """
 
-    def __init__(
-        self,
-        source: EventSource,
-        *,
-        now_ns: Callable[[], int] = perf_counter_ns,
-        marks_per_micro_batch: int = MARKS_PER_MICRO_BATCH,
-    ) -> None:
+    def __init__(self, source: EventSource, *, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._source = source
         self._now_ns = now_ns
         self._process, self._thread = getpid(), get_ident()
@@ -187,7 +181,7 @@ class DeviceTimeline:
         self._num_recorded = self._num_read = 0
         self._marks = [_Mark() for _ in range(size)]
         self._phase = ""
-        self._marks_left = self._marks_per_micro_batch = marks_per_micro_batch
+        self._marks_left = MARKS_PER_MICRO_BATCH
         self._missed_mark = self._missed_end = False
         self._open: _OpenStep | None = None
         self._finished: deque[DeviceStep] = deque(maxlen=MAX_UNCOLLECTED_STEPS)
@@ -252,7 +246,7 @@ class DeviceTimeline:
             return
         self._phase = phase
         if phase == "forward" or step >= 0:
-            self._marks_left = self._marks_per_micro_batch
+            self._marks_left = MARKS_PER_MICRO_BATCH
         try:
             if not self._is_in_use and not self._source.initialized():
                 return

@@ -22,8 +22,7 @@ class LateNumbers:
     or that would be captured into a CUDA graph, is NaN: unknown, and no wait.
     """
 
-    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
-        self._num_slots = num_slots
+    def __init__(self) -> None:
         self._slots: dict[torch.device, _Slots] = {}
 
     def take(self, value: Any) -> float | LateNumber:
@@ -36,7 +35,7 @@ class LateNumbers:
             return math.nan
         slots = self._slots.get(value.device)
         if slots is None:
-            slots = self._slots[value.device] = _Slots(value.device, self._num_slots)
+            slots = self._slots[value.device] = _Slots(value.device, NUM_SLOTS)
         return slots.put(value)
 
 

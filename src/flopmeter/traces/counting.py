@@ -10,9 +10,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from flopmeter.devices.kernels import is_matmul, is_tf32
 from flopmeter.errors import ConfigError
 from flopmeter.traces.host import Host
-from flopmeter.traces.kernels import Work, is_matmul, is_tf32
+from flopmeter.traces.kernels import Work
 from flopmeter.traces.operators import Operator, choose, uncounted
 from flopmeter.traces.placement import Placement
 from flopmeter.traces.steps import Window

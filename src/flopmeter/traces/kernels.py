@@ -1,14 +1,12 @@
-"""What kind of work is a kernel or a copy on the device, told by its name?
-
-Names are all that a trace gives. Libraries that hide theirs (a Triton kernel with a name of its own, a cubin without
-symbols) count as other compute.
-"""
+"""What kind of work is a kernel or a copy on the device, and what is it called in short?"""
 
 from __future__ import annotations
 
 import re
 from enum import IntEnum
 from functools import lru_cache
+
+from flopmeter.devices.kernels import is_communication
 
 
 class Work(IntEnum):
@@ -31,17 +29,6 @@ class Work(IntEnum):
 
 COMPUTE = (Work.MATMUL, Work.RECOMPUTE, Work.OPTIMIZER, Work.OTHER_COMPUTE)
 
-_COMMUNICATION = re.compile(
-    r"nccl|rccl|nvshmem|oneccl|mscclpp|deep_ep|cross_device_reduce|(one|two)_shot_all_?reduce|multimem_|symm_mem",
-    re.IGNORECASE,
-)
-_MATMUL = re.compile(
-    r"(?<!fb)gemm|gemv|cutlass|cublas|xmma|wgmma|_mma_|hmma|cudnn.*(conv|engine|wgrad|dgrad|fprop)|wgrad|dgrad|fprop"
-    r"|implicit_|winograd|scudnn|convolve|conv2d|conv3d|conv_depthwise|depthwise|fft2d|flash_(fwd|bwd)|fmha|attention"
-    r"|nvjet|triton_tem|^Cijk_|_mm_kernel",
-    re.IGNORECASE,
-)
-_TF32 = re.compile(r"tf32|tensorop_s\d*gemm|_s1688|s16816gemm_tf", re.IGNORECASE)
 _PARAMETERS = re.compile(r"[<(].*", re.DOTALL)
 _DECORATION = re.compile(r"\(anonymous namespace\)::|\bvoid |at::native::")
 _GENERIC = re.compile(r"elementwise_kernel|reduce_kernel|multi_tensor_apply_kernel|\bKernel2?$")
@@ -53,21 +40,9 @@ _MAX_NAME = 100
 def work_of(category: str, name: str) -> Work:
     """Compute, communication or copy; what a compute kernel is for, only its launch tells."""
     if category == "kernel":
-        return Work.COMMUNICATION if _COMMUNICATION.search(name) else Work.OTHER_COMPUTE
+        return Work.COMMUNICATION if is_communication(name) else Work.OTHER_COMPUTE
     is_within = category == "gpu_memset" or "DtoD" in name or "Device -> Device" in name
     return Work.DEVICE_COPY if is_within else Work.HOST_COPY
-
-
-@lru_cache(maxsize=65536)
-def is_matmul(name: str) -> bool:
-    """Whether a kernel multiplies matrices, convolves or attends, by the names that the usual libraries give."""
-    return _MATMUL.search(name) is not None
-
-
-@lru_cache(maxsize=65536)
-def is_tf32(name: str) -> bool:
-    """Whether a kernel on fp32 operands multiplies in TF32: cuBLAS, cuDNN and CUTLASS write it into the name."""
-    return _TF32.search(name) is not None
 
 
 @lru_cache(maxsize=65536)

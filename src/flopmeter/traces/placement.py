@@ -6,8 +6,9 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
+from flopmeter.devices.kernels import is_matmul
 from flopmeter.traces.host import Cover, Host, Phase
-from flopmeter.traces.kernels import Work, is_matmul
+from flopmeter.traces.kernels import Work
 from flopmeter.traces.timeline import Timeline
 
 

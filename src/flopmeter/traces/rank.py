@@ -28,7 +28,9 @@ MANY_LOST = 0.05
 """Share of idle time with work in the queue from which on it is worth a note."""
 
 CPU = "the CPU of the trace"
-_NO_CPU_PEAK = "a trace does not say which CPU it is of: give its peak with --peak (peak_flop_per_s in Python)"
+_NO_CPU_PEAK = (
+    "a trace does not say which CPU it is of: give its peak with --peak-flop-per-s (peak_flop_per_s in Python)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

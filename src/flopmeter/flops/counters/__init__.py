@@ -25,6 +25,7 @@ from pkgutil import iter_modules
 from typing import Protocol, cast
 
 from flopmeter.errors import FlopmeterError
+from flopmeter.resources import ResourceUnavailableError, find_gpu
 
 _logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def locate(device: str, uuid: str | None) -> Target:
         return Target(device=device, uuid=uuid)
     if old_style := re.fullmatch(r"MIG-(GPU-[\w-]+)/(\d+)/\d+", uuid):
         return Target(device=device, uuid=old_style[1], mig_instance=int(old_style[2]))
-    if slice_ := _ask_nvml_for_slice(uuid if uuid.startswith("MIG-") else f"MIG-{uuid}"):
+    if slice_ := _ask_nvml_for_slice(uuid):
         return Target(device=device, uuid=slice_[0], mig_instance=slice_[1])
     return Target(device=device, uuid=uuid if uuid.startswith("MIG-") else f"GPU-{uuid}")
 
@@ -205,10 +206,9 @@ def _ask_nvml_for_slice(uuid: str) -> tuple[str, int] | None:
     except nvml.NVMLError:
         return None
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        board = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-        return nvml.nvmlDeviceGetUUID(board), nvml.nvmlDeviceGetGpuInstanceId(handle)
-    except nvml.NVMLError:
+        device, board = find_gpu(nvml, uuid)
+        return None if device is board else (nvml.nvmlDeviceGetUUID(board), nvml.nvmlDeviceGetGpuInstanceId(device))
+    except (nvml.NVMLError, ResourceUnavailableError):
         return None
     finally:
         nvml.nvmlShutdown()

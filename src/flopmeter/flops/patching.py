@@ -1,0 +1,39 @@
+"""How does code of ours take the place of a function of torch's for a while, and above all of the backward engine?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+_ENGINE = "_engine_run_backward"  # backward() and grad() both call the engine through this name of torch.autograd
+
+
+def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Gives what puts the original back, unless somebody else has replaced ours meanwhile."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if getattr(owner, name) is value:
+            setattr(owner, name, original)
+
+    return undo
+
+
+def surround_backward(surround: Callable[[bool], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """Run every backward pass inside a context of ours; gives what ends that.
+
+    Args:
+        surround: Makes the context of one pass, from whether the pass builds a graph (`create_graph`): gradients are on
+            there, which otherwise means recomputation.
+    """
+    original = getattr(torch.autograd, _ENGINE)
+
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with surround(bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False))):
+            return original(outputs, *args, **kwargs)
+
+    return replace_attribute(torch.autograd, _ENGINE, run_backward)
