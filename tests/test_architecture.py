@@ -15,7 +15,7 @@ import flopmeter
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "flopmeter"
 
-FOUNDATION = {"errors", "schema"}
+FOUNDATION = {"errors", "schema", "columns"}
 FACTS = {"devices", "metrics", "record", "config", "conventions", "resources"}
 READERS = {"sinks", "goodput", "waterfall", "traces", "diagnosis", "compare", "report", "serve"}
 MEASURERS = {"flops", "timing", "distributed", "dataset_metrics"}

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flopmeter.errors import RecordError
 from flopmeter.record import Run, RunWriter, load_run, write_training_log
 from flopmeter.record import reader as reader_module
+from flopmeter.record.rows import Rows
 from flopmeter.record.writer import encode
 
 HEADER = {"kind": "header", "schema": 1, "run_id": "a", "started_at": 100.0, "model": "GPT", "world_size": 1}
@@ -431,3 +432,95 @@ def test_columns_hold_every_value_at_its_step_whatever_keys_the_steps_have(
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             expected = float(value) if is_number else words.get(str(value), math.nan)  # type: ignore[arg-type]
             assert run.column(key)[place] == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+def usual_lines(num: int) -> list[dict[str, Any]]:
+    return [step_line(number, a=float(number), b=0.5) for number in range(num)]
+
+
+UNUSUAL = {
+    "a bool": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":true,"b":2}}',
+    "null": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":null,"b":2}}',
+    "a word": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":"-Infinity","b":"x"}}',
+    "bare NaN": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":NaN,"b":2}}',
+    "a list": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":[1],"b":2}}',
+    "no number": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":' + b"9" * 400 + b',"b":18446744073709551617}}',
+    "another order": b'{"metrics":{"b":2,"a":1},"time":1.0,"step":9,"kind":"step"}',
+    "fewer keys": b'{"kind":"step","step":9,"time":1.0,"metrics":{"b":2}}',
+    "no keys": b'{"kind":"step","step":9,"time":1.0,"metrics":{}}',
+    "more keys": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":1,"b":2,"c":3}}',
+    "a key twice": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":1,"a":3},"metrics":{"b":2,"b":4}}',
+    "an escaped key": b'{"kind":"step","step":9,"time":1.0,"metrics":{"\\u0061":1,"b":2}}',
+    "an unknown field": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":1},"new":{"b":[2]}}',
+    "an unknown field that is no text": b'{"kind":"step","step":9,"metrics":{"a":1},"new":"\xff"}',
+    "a whole float as number": b'{"kind":"step","step":9.0,"time":1.0,"metrics":{"a":1}}',
+    "a bool as number": b'{"kind":"step","step":true,"time":1.0,"metrics":{"a":1}}',
+    "a huge number": b'{"kind":"step","step":4611686018427387904,"time":1.0,"metrics":{"a":1}}',
+    "no time": b'{"kind":"step","step":9,"metrics":{"a":1}}',
+    "a time in words": b'{"kind":"step","step":9,"time":"Infinity","metrics":{"a":1}}',
+    "marks": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":1},"marks":["observed",1]}',
+    "odd marks": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":1},"marks":"observed"}',
+    "metrics that are none": b'{"kind":"step","step":9,"time":1.0,"metrics":[["a",1]]}',
+    "another kind": b'{"kind":"event","event":"pause","step":9,"time":1.0,"metrics":{"a":1}}',
+    "two kinds": b'{"kind":"step","kind":"event","step":9,"time":1.0,"metrics":{"a":1}}',
+    "half a line": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":1}',
+    "too much": b'{"kind":"step","step":9,"time":1.0,"metrics":{"a":1}}}',
+    "a blank line": b"  ",
+}
+
+
+@pytest.mark.parametrize("raw", UNUSUAL.values(), ids=UNUSUAL)
+def test_an_unusual_line_says_the_same_after_a_hundred_usual_ones(tmp_path: Path, raw: bytes) -> None:
+    alone = load_run(write_lines(tmp_path / "alone.jsonl", HEADER, raw + b"\n"))
+    among = load_run(
+        write_lines(tmp_path / "among.jsonl", HEADER, *usual_lines(100), raw + b"\n", *usual_lines(100)[-1:])
+    )
+    assert list(among.step) == [*range(100), *alone.step, 99]
+    assert repr(list(among.time)[100:-1]) == repr(list(alone.time))
+    assert {place - 100: marks for place, marks in among.marks.items()} == alone.marks
+    assert among.events == alone.events
+    assert [text.replace("line 102", "line 2") for text in among.skipped] == alone.skipped
+    for key in {*alone.columns, "a", "b"}:
+        assert repr(list(among.column(key))[100:-1]) == repr(list(alone.column(key)))
+    assert list(among.column("a"))[:100] == [float(number) for number in range(100)]
+    assert (among.column("a")[-1], among.column("b")[-1]) == (99.0, 0.5)
+
+
+def test_a_parser_is_made_when_no_new_keys_come_and_made_anew_when_one_does() -> None:
+    rows = Rows({}, max_columns=3)
+    line = encode(step_line(1, a=1.0))
+    assert rows.add_metrics({"a": 1.0, "b": 2.0})
+    assert [rows.add_metrics({"a": 1.0}) for _ in range(3)] == [True] * 3
+    parsed = rows.parse(line)
+    assert parsed is not None
+    assert (parsed.metrics.key_0, math.isnan(parsed.metrics.key_1)) == (1.0, True)
+    assert not rows.add_metrics({"c": 3.0, "d": 4.0})  # no room for the fourth
+    assert rows.parse(line) is None
+
+
+def test_columns_are_equally_long_and_hold_nothing_that_still_waits_once_dealt() -> None:
+    columns: dict[str, Any] = {}
+    rows = Rows(columns, max_columns=4096)
+    for number in range(10):
+        rows.add_metrics({"a": number})
+    rows.deal()
+    rows.add_metrics({"b": 1.0})
+    rows.deal()
+    rows.deal()
+    assert list(columns["a"])[:10] == list(range(10))
+    assert math.isnan(columns["a"][10])
+    assert [math.isnan(value) for value in columns["b"]] == [True] * 10 + [False]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.text(st.characters(), max_size=6))
+@example(key='<a b="c">')
+@example(key="\\")
+@example(key="\n\0")
+@example(key="\ud800")
+@example(key="")
+def test_any_text_may_be_the_key_of_a_metric_in_every_line(tmp_path: Path, key: str) -> None:
+    lines = [json.dumps(step_line(number, **{key: number, "another": 0.5})).encode() + b"\n" for number in range(20)]
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, *lines))
+    assert list(run.column(key)) == list(range(20))
+    assert run.skipped == []

@@ -30,6 +30,8 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopmeter.columns import sound
+
 if TYPE_CHECKING:
     from flopmeter.record import Run
 
@@ -157,9 +159,10 @@ def _starts(run: Run, step_s: array[float], pauses: Iterable[Pause]) -> list[_St
     inside: list[list[Pause]] = [[] for _ in at]
     for pause in pauses:
         inside[_place(at, pause.end_s)].append(pause)
+    dated = [sound(run.time[part.start : part.stop], LATEST_S) for part in steps]
     ends = [
-        max(at_s, _latest(run.time[part.start : part.stop]), _latest(pause.end_s for pause in paused))
-        for at_s, part, paused in zip(at, steps, inside, strict=True)
+        max(at_s, max(times, default=0.0), _latest(pause.end_s for pause in paused))
+        for at_s, times, paused in zip(at, dated, inside, strict=True)
     ]
     # Other lines only date the end of the run: some are made just before the header that they follow.
     lines = (*run.events, run.summary or {})
@@ -233,7 +236,7 @@ def _start_up_s(time: array[float], step_s: array[float], start: _Start) -> floa
 
 
 def _time_of(parts: Iterable[range], step_s: array[float]) -> float:
-    return _total(_total(step_s[steps.start : steps.stop]) for steps in parts)
+    return _total(math.fsum(sound(step_s[steps.start : steps.stop], LONGEST_S)) for steps in parts)
 
 
 def _total(durations_s: Iterable[float]) -> float:
@@ -263,5 +266,5 @@ def _doubt(wall_s: float, other_s: float) -> str:
 
 
 def _untimed(step_s: array[float]) -> str:
-    num_untimed = len(step_s) - sum(0 <= duration_s < LONGEST_S for duration_s in step_s)
+    num_untimed = len(step_s) - len(sound(step_s, LONGEST_S))
     return f"{num_untimed} steps have no duration; their time is in other" if num_untimed else ""

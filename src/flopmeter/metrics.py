@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import operator
 import statistics
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 from msgspec import Struct, field
 
+from flopmeter.columns import finite
 from flopmeter.schema import PHASES
 
 
@@ -131,38 +134,39 @@ def summarise(columns: Mapping[str, Sequence[float]], steady: Sequence[int]) -> 
     Rates and shares are weighted by step time, which makes them those of the whole stretch. A column may hold NaN where
     a step did not know the value; such steps count for neither side.
     """
-    step_s = columns.get("perf/step_time", ())
-    times = [step_s[i] for i in steady if i < len(step_s) and math.isfinite(step_s[i])]
-    if not times:
+    if "perf/step_time" not in columns:
+        return {}
+    step_s = _at(columns["perf/step_time"], steady)
+    ordered = sorted(finite(step_s))
+    if not ordered:
         return {}
     result = {
-        "steady_steps": float(len(times)),
-        "step_time_median_s": statistics.median(times),
-        "step_time_p95_s": _quantile(times, 0.95),
+        "steady_steps": float(len(ordered)),
+        "step_time_median_s": statistics.median(ordered),
+        "step_time_p95_s": ordered[math.ceil(0.95 * len(ordered)) - 1],
     }
     for key, values in columns.items():
         if key.startswith("perf/") and key not in ("perf/step_time", "perf/steps_per_second", "perf/model_flop"):
-            mean = _time_weighted(values, step_s, steady)
+            mean = _time_weighted(_at(values, steady), step_s)
             if mean is not None:
                 result[key] = mean
     return result
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+def _at(values: Sequence[float], places: Sequence[int]) -> Sequence[float]:
+    """The values at these places; not a copy where all are meant, for a run may have a million steps."""
+    return values if len(values) == len(places) else array("d", map(values.__getitem__, places))
 
 
-def _time_weighted(values: Sequence[float], step_s: Sequence[float], steady: Sequence[int]) -> float | None:
-    mean = _weighted(values, step_s, steady)
+def _time_weighted(values: Sequence[float], step_s: Sequence[float]) -> float | None:
+    mean = _weighted(values, step_s)
     if not math.isfinite(mean):
-        known = [i for i in steady if math.isfinite(values[i]) and math.isfinite(step_s[i])]
-        mean = _weighted(values, step_s, known)
+        is_known = bytes(map(operator.and_, map(math.isfinite, values), map(math.isfinite, step_s)))
+        mean = _weighted(compress(values, is_known), array("d", compress(step_s, is_known)))
     return mean if math.isfinite(mean) else None
 
 
-def _weighted(values: Sequence[float], weights: Sequence[float], places: Sequence[int]) -> float:
-    """NaN as soon as one place has one. Maps and no lists: a run may have a million steps."""
-    total = sum(map(weights.__getitem__, places))
-    products = map(operator.mul, map(values.__getitem__, places), map(weights.__getitem__, places))
-    return sum(products) / total if total > 0 else math.nan
+def _weighted(values: Iterable[float], weights: Sequence[float]) -> float:
+    """NaN as soon as one of them is."""
+    total = sum(weights)
+    return sum(map(operator.mul, values, weights)) / total if total > 0 else math.nan

@@ -7,9 +7,12 @@ with a default instead.
 from __future__ import annotations
 
 import math
+import operator
 import re
+from array import array
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import compress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -136,11 +139,15 @@ class Evidence:
 
     def _cpu_share_of_wait(self) -> float | None:
         """CPU time of the training thread over the time that it waited for data; long waits count for more."""
-        step_s, wait, cpu = (self.run.column(f"perf/{name}") for name in ("step_time", *_WAIT))
-        pairs = [(step_s[i] * wait[i], step_s[i] * wait[i] * cpu[i]) for i in self.window.ordinary]
-        sound = [(wait_s, cpu_s) for wait_s, cpu_s in pairs if 0 <= wait_s < LONGEST_S and 0 <= cpu_s < LONGEST_S]
-        total_s = math.fsum(wait_s for wait_s, _ in sound)
-        return math.fsum(cpu_s for _, cpu_s in sound) / total_s if total_s > 0 else None
+        if not self.run.columns.keys() >= set(_WAIT):
+            return None
+        wait, cpu = map(self.window.values, _WAIT)
+        wait_s = array("d", map(operator.mul, self.window.step_s, wait))
+        cpu_s = array("d", map(operator.mul, wait_s, cpu))
+        pairs = zip(wait_s, cpu_s, strict=True)
+        is_known = bytes(0 <= waited < LONGEST_S and 0 <= computed < LONGEST_S for waited, computed in pairs)
+        total_s = math.fsum(compress(wait_s, is_known))
+        return math.fsum(compress(cpu_s, is_known)) / total_s if total_s > 0 else None
 
     def loader_evidence(self) -> str:
         """The same in words."""
@@ -199,7 +206,7 @@ class Evidence:
         return math.fsum(seconds for name, seconds in named.items() if re.search(pattern, name, re.IGNORECASE))
 
 
-_WAIT = ("data_wait_share", "data_wait_cpu_share")
+_WAIT = ("perf/data_wait_share", "perf/data_wait_cpu_share")
 _NO_WORK = ("launch_gaps", "data_wait", "host_to_device", "exposed_communication", "pauses")
 _MISSING_PART = {
     "launch_gaps": "no step was sampled by the profiler",

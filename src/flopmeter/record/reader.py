@@ -5,28 +5,32 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 import msgspec
+from msgspec.structs import astuple
 
+from flopmeter.columns import stretches
 from flopmeter.errors import RecordError
+from flopmeter.record.rows import Rows, number
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from flopmeter.waterfall import Waterfall
 
+BUFFER_BYTES = 1 << 17
+"""A hundred lines at a time: the usual buffer holds nine."""
 MAX_LINE_BYTES = 4 << 20
 MAX_COLUMNS = 4096
 MAX_EVENTS = 100_000
 MAX_LINES_WITHOUT_HEADER = 1000
-MAX_FLAT = 1 << 17
-"""Values that wait to be dealt out to their columns."""
+LARGEST_STEP = 1 << 62
 
 _decoder = msgspec.json.Decoder()
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +113,11 @@ class Run:
 
     def steady(self) -> list[int]:
         """Positions of the steps that represent the run: neither warm-up nor observed nor profiled."""
-        return [index for index in range(len(self)) if index not in self.marks]
+        return list(chain.from_iterable(self.steady_stretches()))
+
+    def steady_stretches(self) -> list[range]:
+        """The same as unbroken stretches, which are few even in a long run."""
+        return stretches(range(len(self)), self.marks)
 
     def waterfall(self, start: int | None = None, stop: int | None = None) -> Waterfall:
         """Where the wall time went, from the step at position `start` up to `stop`; default all after warm-up."""
@@ -128,7 +136,7 @@ def load_run(path: str | Path) -> Run:
     try:
         if file_path.is_dir():
             file_path = file_path / RUN_FILE
-        with file_path.open("rb") as file:
+        with file_path.open("rb", buffering=BUFFER_BYTES) as file:
             return RunReader(file_path).read(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -143,9 +151,7 @@ class RunReader:
         """As far as it was read; only sound once it has a header, and after `settle`."""
         self._num_lines = 0
         self._bad: dict[str, list[int]] = {}
-        self._keys: list[str] = []
-        self._flat: array[float] = array("d")
-        self._is_odd = False
+        self._rows = Rows(self.run.columns, MAX_COLUMNS)
         self._on_kind: dict[str, Callable[[dict[str, Any]], str | None]] = {
             "header": self._header,
             "step": self._step,
@@ -170,7 +176,7 @@ class RunReader:
     def take(self, raw: bytes) -> bool:
         """Read one more line, and say whether it is sound; what is wrong with it will be in `Run.skipped`."""
         self._num_lines += 1
-        problem = self._taken(raw)
+        problem = None if self._is_taken_as_usual(raw) else self._taken(raw)
         if problem:
             self._bad.setdefault(problem, []).append(self._num_lines)
         return not problem
@@ -182,13 +188,20 @@ class RunReader:
 
     def settle(self) -> None:
         """Make the columns equally long and name what was skipped; more lines may follow."""
-        self._spread(len(self.run))
-        for column in self.run.columns.values():
-            _pad(column, len(self.run))
+        self._rows.deal()
         self.run.skipped.clear()
         for problem, numbers in self._bad.items():
             others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
+
+    def _is_taken_as_usual(self, raw: bytes) -> bool:
+        """Whether it was a step like those before it, which are nearly all lines of a long run."""
+        line = self._rows.parse(raw) if len(raw) <= MAX_LINE_BYTES else None
+        if line is None or not _is_step_number(line.step):
+            return False
+        self._add_step(line.step, line.time, line.marks)
+        self._rows.add(astuple(line.metrics))
+        return True
 
     def _taken(self, raw: bytes) -> str | None:
         if not raw or raw.isspace():
@@ -224,58 +237,16 @@ class RunReader:
 
     def _step(self, line: dict[str, Any]) -> str | None:
         step, metrics = line.get("step"), line.get("metrics")
-        if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 1 << 62 or not isinstance(metrics, dict):
+        if not _is_step_number(step) or not isinstance(metrics, dict):
             return "a step without number or metrics"
-        position = len(self.run.step)
-        self.run.step.append(step)
-        self.run.time.append(_number(line.get("time")))
-        marks = line.get("marks")
+        self._add_step(step, number(line.get("time")), line.get("marks"))
+        return None if self._rows.add_metrics(metrics) else f"with metrics beyond the first {MAX_COLUMNS}"
+
+    def _add_step(self, step: int, time_s: float, marks: Any) -> None:
         if isinstance(marks, list) and marks:
-            self.run.marks[position] = tuple(str(mark) for mark in marks)
-        self._put(position, metrics)
-        return None
-
-    def _put(self, position: int, metrics: dict[str, Any]) -> None:
-        """Add a row to those with the same keys: one call for a row is far cheaper than one for each column.
-
-        A row with more keys than its neighbours (metrics by dataset come now and then) does not interrupt them.
-        """
-        keys, is_odd = list(metrics), False
-        if keys != self._keys or len(self._flat) > MAX_FLAT:
-            is_odd = not self._is_odd and 0 < len(self._keys) < len(keys) and metrics.keys() >= set(self._keys)
-            if not is_odd:
-                self._spread(position)
-                self._keys = keys
-        self._is_odd = is_odd
-        self._add_row([metrics[key] for key in self._keys] if is_odd else metrics.values())
-        for key in [key for key in keys if key not in self._keys] if is_odd else ():
-            self._add(key, position, (_number(metrics[key]),))
-
-    def _add_row(self, values: Collection[Any]) -> None:
-        before = len(self._flat)
-        try:
-            if bool in map(type, values):
-                raise TypeError
-            self._flat.extend(values)
-        except (TypeError, OverflowError):
-            del self._flat[before:]
-            self._flat.extend(map(_number, values))
-
-    def _spread(self, position: int) -> None:
-        """Deal the rows that came together out to their columns; the last of them ends before `position`."""
-        width, flat, self._flat = len(self._keys), self._flat, array("d")
-        for index, key in enumerate(self._keys if flat else ()):
-            self._add(key, position - len(flat) // width, flat[index::width])
-
-    def _add(self, key: str, position: int, values: Iterable[float]) -> None:
-        column = self.run.columns.get(key)
-        if column is None:
-            if len(self.run.columns) >= MAX_COLUMNS:
-                self._bad.setdefault(f"with metrics beyond the first {MAX_COLUMNS}", []).append(position)
-                return
-            column = self.run.columns[key] = array("d")
-        _pad(column, position)
-        column.extend(values)
+            self.run.marks[len(self.run.step)] = tuple(str(mark) for mark in marks)
+        self.run.step.append(step)
+        self.run.time.append(time_s)
 
     def _event(self, line: dict[str, Any]) -> str | None:
         if len(self.run.events) >= MAX_EVENTS:
@@ -308,17 +279,5 @@ def _parse(raw: bytes) -> Any:
         return json.loads(raw)
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, math.nan)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.nan
-    return math.nan
-
-
-def _pad(column: array[float], length: int) -> None:
-    if len(column) < length:
-        column.extend(array("d", [math.nan]) * (length - len(column)))
+def _is_step_number(step: Any) -> TypeGuard[int]:
+    return type(step) is int and abs(step) < LARGEST_STEP

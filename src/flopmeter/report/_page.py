@@ -22,7 +22,7 @@ from flopmeter.report._charts import Figure, figures_of
 from flopmeter.report._sentences import sentences_of
 from flopmeter.report._tables import tables_of
 
-FOLDER = Path(__file__).with_name("_page")
+FOLDER = Path(__file__).with_name("_assets")
 
 
 def body_of(facts: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from flopmeter.columns import at, finite
 from flopmeter.record import Run
 from flopmeter.report._text import clean, number, rounded
 from flopmeter.report._thin import buckets, evenly, extremes, medians
@@ -38,16 +39,14 @@ def phases_of(run: Run) -> dict[str, Any] | None:
     if not shares or not len(run):
         return None
     step_s = run.column("perf/step_time")
-    stretches = list(buckets(len(run), MAX_BARS))
+    parts, steady = list(buckets(len(run), MAX_BARS)), run.steady_stretches()
     means, steady_s = {}, {}
     for phase, share in shares.items():
         seconds = array("d", map(operator.mul, share, step_s))
-        means[phase] = [rounded(_mean(seconds[part.start : part.stop])) for part in stretches]
-        for place in run.marks:
-            seconds[place] = math.nan
-        steady_s[phase] = _mean(seconds)
+        means[phase] = [rounded(_mean(seconds[part.start : part.stop])) for part in parts]
+        steady_s[phase] = _mean(at(seconds, steady))
     return {
-        "step": [[run.step[part.start], run.step[part.stop - 1]] for part in stretches],
+        "step": [[run.step[part.start], run.step[part.stop - 1]] for part in parts],
         "seconds": means,
         "steady_s": steady_s,
     }
@@ -132,5 +131,5 @@ def _mean(values: Sequence[float]) -> float | None:
     total = sum(values) if len(values) else math.nan  # not fsum, which raises on both infinities
     if math.isfinite(total):
         return total / len(values)
-    finite = [value for value in values if math.isfinite(value)]
-    return number(sum(finite) / len(finite)) if finite else None
+    known = finite(values)
+    return number(sum(known) / len(known)) if known else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterator, Sequence
 from statistics import median
+
+from flopmeter.columns import finite
 
 
 def buckets(length: int, num: int) -> Iterator[range]:
@@ -25,8 +26,8 @@ def extremes(values: array[float], max_points: int) -> list[int]:
     kept: list[int] = []
     for stretch in buckets(len(values), max_points // 2):
         part = values[stretch.start : stretch.stop]
-        finite = [value for value in part if math.isfinite(value)]
-        places = {part.index(min(finite)), part.index(max(finite))} if finite else {0}
+        known = finite(part)
+        places = {part.index(min(known)), part.index(max(known))} if known else {0}
         kept += [stretch.start + place for place in sorted(places)]
     return kept
 
@@ -35,9 +36,9 @@ def medians(values: Sequence[float], num: int) -> list[tuple[int, float]]:
     """The middle position of each stretch and the median of its finite values; stretches without one are left out."""
     result: list[tuple[int, float]] = []
     for stretch in buckets(len(values), num):
-        finite = [value for value in values[stretch.start : stretch.stop] if math.isfinite(value)]
-        if finite:
-            result.append(((stretch.start + stretch.stop - 1) // 2, median(finite)))
+        known = finite(values[stretch.start : stretch.stop])
+        if known:
+            result.append(((stretch.start + stretch.stop - 1) // 2, median(known)))
     return result
 
 

@@ -53,8 +53,9 @@ class Split:
 
     def _ordinary(self, events: Sequence[Mapping[str, Any]]) -> Ordinary | None:
         """What an ordinary step spends on computing, as the clock of every step tells it: medians."""
-        phases = self.window.amount("perf/forward_share", "perf/backward_share")
-        if phases is None or events[-1].get("device") == "cuda":
+        is_gpu = events[-1].get("device") == "cuda"
+        phases = None if is_gpu else self.window.amount("perf/forward_share", "perf/backward_share")
+        if phases is None:
             return self._step_without(BESIDE, events)
         exposed = self.window.amount("perf/exposed_communication_share")
         exposed_s = exposed.median_s if exposed else _median_sum(events, ["communication_s"])
@@ -88,8 +89,10 @@ class Split:
         """An amount of every step, over the window; steps that do not know it are taken to be like the others."""
         num_steps = len(self.window)
         num_unknown = num_steps - amount.num_steps
-        doubt = f"; {num_unknown} of {num_steps} steps taken to be like the others" if num_unknown > 0 else ""
-        return Slice(num_steps * amount.mean_s, amount.deviation_s * math.sqrt(max(num_unknown, 0)), how + doubt)
+        if num_unknown <= 0:
+            return Slice(num_steps * amount.mean_s, 0.0, how)
+        how += f"; {num_unknown} of {num_steps} steps taken to be like the others"
+        return Slice(num_steps * amount.mean_s, amount.deviation_s * math.sqrt(num_unknown), how)
 
     def _ideal(self) -> Slice | None:
         amount = self.window.amount("perf/mfu")
@@ -174,7 +177,7 @@ class Split:
         window = self.window
         named = {**window.pauses_s(), "garbage collection": window.gc_s(), "measuring": window.surplus_s}
         listed = [f"{name[:40]} {seconds:.3g} s" for name, seconds in named.items() if seconds]
-        num_marked = len(window) - len(window.ordinary)
+        num_marked = len(window) - window.num_ordinary
         uncertainty_s = window.step.deviation_s * math.sqrt(num_marked) if window.step else 0.0
         return Slice(math.fsum(named.values()), uncertainty_s, ", ".join(listed[:8]) or "none")
 
@@ -198,10 +201,10 @@ class Split:
             notes.append("no step was sampled, so forward and backward are not split")
         if self.window.num_untimed:
             notes.append(f"{self.window.num_untimed} steps have no duration and are left out")
-        if self.window.ordinary is self.window.timed and self.window.timed[0] in self.window.run.marks:
+        if self.window.ordinary is self.window.timed and self.window.timed[0][0] in self.window.run.marks:
             notes.append("every step of the window is marked as warm-up or measured, so none is ordinary")
-        elif len(self.window.ordinary) < FEW_STEPS:
-            notes.append(f"only {len(self.window.ordinary)} ordinary steps, which is too few to rely on")
+        elif self.window.num_ordinary < FEW_STEPS:
+            notes.append(f"only {self.window.num_ordinary} ordinary steps, which is too few to rely on")
         return "; ".join(notes)
 
 

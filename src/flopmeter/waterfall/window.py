@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial, reduce
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, final
 
+from flopmeter.columns import at, sound, stretches
 from flopmeter.goodput import LATEST_S, LONGEST_S, find_pauses
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
 
 
-class Amount(NamedTuple):
-    """Seconds that an ordinary step spends on something."""
+@final
+class Amount:
+    """Seconds that an ordinary step spends on something.
 
-    mean_s: float
-    median_s: float
-    deviation_s: float
-    num_steps: int
-    """Steps that know it."""
+    What few ask for is worked out when they do, from seconds that are made anew: a million take time and memory.
+    """
 
-    @classmethod
-    def of(cls, seconds: list[float]) -> Amount | None:
-        """None when no step knows."""
-        if not seconds:
-            return None
-        mean_s = math.fsum(seconds) / len(seconds)
-        deviation_s = math.dist(seconds, [mean_s] * len(seconds)) / math.sqrt(len(seconds))
-        return cls(mean_s, median(seconds), deviation_s, len(seconds))
+    def __init__(self, seconds: Sequence[float], again: Callable[[], Sequence[float]]) -> None:
+        self._again = again
+        self.num_steps = len(seconds)
+        """Steps that know it."""
+        self.mean_s = math.fsum(seconds) / len(seconds)
+
+    @cached_property
+    def median_s(self) -> float:
+        """Of the steps that know it."""
+        return median(self._again())
+
+    @cached_property
+    def deviation_s(self) -> float:
+        """Usual distance of a step from the mean."""
+        seconds = self._again()
+        return math.dist(seconds, [self.mean_s] * len(seconds)) / math.sqrt(len(seconds))
 
 
 class Window:
@@ -45,43 +53,56 @@ class Window:
     def __init__(self, run: Run, start: int | None = None, stop: int | None = None) -> None:
         self.run = run
         self._amounts: dict[tuple[str, ...], Amount | None] = {}
-        self._step_s = run.column("perf/step_time")
+        step_s = run.column("perf/step_time")
         places = range(len(run))[_after_warm_up(run) if start is None else start : stop]
-        self.timed = [place for place in places if 0 < self._step_s[place] < LONGEST_S]
-        """Positions of the steps whose duration is known."""
-        self.num_untimed = len(places) - len(self.timed)
-        self.ordinary = [place for place in self.timed if place not in run.marks] or self.timed
+        untimed = _untimed(step_s, places)
+        self.num_untimed = len(untimed)
+        self._num_timed = len(places) - len(untimed)
+        self.timed = stretches(places, untimed)
+        """Positions of the steps whose duration is known, as unbroken stretches."""
+        self.ordinary = stretches(places, [*untimed, *run.marks]) or self.timed
         """Positions of those that represent the run; all of them where none is without a mark."""
-        self.steps_s = math.fsum(self._step_s[place] for place in self.timed)
+        self.num_ordinary = sum(map(len, self.ordinary))
+        self.steps_s = math.fsum(at(step_s, self.timed))
         """Time of all steps, pauses left out."""
+        self.step_s = self.values("perf/step_time")
+        """Time of each ordinary step."""
         self.step = self.amount()
         self.begin_s = self.end_s = math.nan
         if self.timed:
-            first, last = self.timed[0], self.timed[-1]
-            self.begin_s, self.end_s = run.time[first] - self._step_s[first], run.time[last]
+            first, last = self.timed[0][0], self.timed[-1][-1]
+            self.begin_s, self.end_s = run.time[first] - step_s[first], run.time[last]
         self._is_open = stop is None or stop >= len(run)
 
     def __len__(self) -> int:
-        return len(self.timed)
+        return self._num_timed
 
     @property
     def surplus_s(self) -> float:
         """What the marked steps took beyond as many ordinary ones; below zero where they happened to be fast."""
-        return self.steps_s - len(self) * self.step.mean_s if self.step and len(self.ordinary) < len(self) else 0.0
+        return self.steps_s - len(self) * self.step.mean_s if self.step and self.num_ordinary < len(self) else 0.0
 
     def amount(self, *keys: str) -> Amount | None:
         """Seconds a step of one or several `perf/..._share` (or utilisation) columns; of the whole step without any."""
         if keys not in self._amounts:
-            self._amounts[keys] = Amount.of([value for value in self._seconds(keys) if 0 <= value < LONGEST_S])
+            seconds = self._seconds(keys)
+            self._amounts[keys] = Amount(seconds, partial(self._seconds, keys)) if seconds else None
         return self._amounts[keys]
 
-    def _seconds(self, keys: tuple[str, ...]) -> Iterator[float]:
+    def values(self, key: str) -> array[float]:
+        """One value of the metric `key` for each ordinary step."""
+        return at(self.run.column(key), self.ordinary)
+
+    def _seconds(self, keys: tuple[str, ...]) -> Sequence[float]:
         """Without a loop of ours: a run may have a million steps."""
-        seconds = map(self._step_s.__getitem__, self.ordinary)
-        columns = [map(self.run.column(key).__getitem__, self.ordinary) for key in keys]
-        if not columns:
-            return seconds
-        return map(operator.mul, seconds, reduce(partial(map, operator.add), columns))
+        if not keys:
+            return self.step_s
+        if not self.run.columns.keys() >= set(keys):
+            return ()
+        shares: Iterable[float] = self.values(keys[0])
+        for key in keys[1:]:
+            shares = map(operator.add, shares, self.values(key))
+        return sound(array("d", map(operator.mul, self.step_s, shares)), LONGEST_S)
 
     def pauses_s(self) -> dict[str, float]:
         """Seconds by name of the pauses between the first and the last step."""
@@ -130,6 +151,14 @@ def known(values: Iterable[Any], limit: float = LONGEST_S) -> list[float]:
 def mapping(value: Any) -> Mapping[str, Any]:
     """The value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
+
+
+def _untimed(step_s: array[float], places: range) -> list[int]:
+    """Positions of the steps that have no duration, or none that can be one."""
+    durations_s = step_s[places.start : places.stop]
+    if sound(durations_s, LONGEST_S) is durations_s and 0.0 not in durations_s:
+        return []
+    return [place for place in places if not 0 < step_s[place] < LONGEST_S]
 
 
 def _after_warm_up(run: Run) -> int:

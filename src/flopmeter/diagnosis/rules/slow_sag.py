@@ -16,8 +16,13 @@ The gain is that of running at the first fifth's speed all along (expected and h
 from __future__ import annotations
 
 import math
+import operator
+from array import array
+from collections.abc import Sequence
+from itertools import repeat
 from statistics import median
 
+from flopmeter.columns import sound
 from flopmeter.diagnosis._evidence import Evidence, percent
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 
@@ -27,6 +32,8 @@ MIN_STEPS = 50
 """Ten steps in each fifth, so that a median means something."""
 MIN_LENGTH_S = 900.0
 """A quarter of an hour: before, caches, clocks and other people's jobs explain every drift."""
+MAX_WAIT = 0.99
+"""Share of a step that may have been spent on waiting for data."""
 MIN_SIGMAS = 2.0
 """The fall in units of the usual distance of a step from its median."""
 
@@ -63,12 +70,17 @@ def check(evidence: Evidence) -> Finding | None:
     )
 
 
-def _speeds(evidence: Evidence) -> list[float]:
+def _speeds(evidence: Evidence) -> Sequence[float]:
     """MFU of the ordinary steps as if they had not waited for data."""
-    mfu, wait = evidence.run.column("perf/mfu"), evidence.run.column("perf/data_wait_share")
-    waits = ((place, 0.0 if math.isnan(wait[place]) else wait[place]) for place in evidence.window.ordinary)
-    speeds = (mfu[place] / (1 - share) for place, share in waits if 0 <= share < 0.99)
-    return [speed for speed in speeds if 0 <= speed < math.inf]
+    mfu, waits = map(evidence.window.values, ("perf/mfu", "perf/data_wait_share"))
+    if sound(waits, MAX_WAIT) is not waits:
+        waits = array("d", map(_usable, waits))
+    return sound(array("d", map(operator.truediv, mfu, map(operator.sub, repeat(1.0), waits))), math.inf)
+
+
+def _usable(wait: float) -> float:
+    """An unknown wait is none; NaN for one that leaves too little of the step to judge by."""
+    return 0.0 if math.isnan(wait) else wait if 0 <= wait < MAX_WAIT else math.nan
 
 
 def _regimes(evidence: Evidence) -> tuple[str, ...]:
