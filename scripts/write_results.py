@@ -248,6 +248,27 @@ def ranks(language: str) -> str:
     return table(heads[language], rows)
 
 
+def run_script(language: str) -> str:
+    """What `flopmeter run` adds to a program."""
+    found = load("run_script")
+    heads = {"en": ("`flopmeter run` beside `python`", "more"), "zh": ("`flopmeter run` 相对 `python`", "增加")}
+    training, step_s = found["training"], found["training"]["step_s"]
+    rows = [
+        (
+            f"a step of {step_s * 1e3:.0f} ms",
+            f"{training['more_s'] / step_s * 100:.2f} ± {training['error_s'] / step_s * 100:.2f} %",
+        ),
+        (
+            f"{training['num_measured']} measured steps, spread over {training['num_steps']}",
+            f"{training['measuring_s'] / step_s:.2%}",
+        ),
+        ("the first 20 steps together", f"{training['start_s'] * 1e3:.0f} ms"),
+    ]
+    for name, times in found["start_up_s"].items():
+        rows.append((f"start-up of {name}", f"{(times['flopmeter run'] - times['python']) * 1e3:.0f} ms"))
+    return table(heads[language], rows)
+
+
 def waterfall(language: str) -> str:
     """How much of a planted delay shows in its own part, and in any other."""
     found = load("waterfall")
@@ -285,7 +306,8 @@ def in_short(language: str) -> str:
             "- Traces: shares as HolisticTraceAnalysis gives them, {:.1f} to {:.1f} times as fast, in {:.1f} to {:.1f}"
             " times less memory.\n"
             "- Report: {:,} steps in {:.0f} s and {:.0f} MB, a page of {:.1f} MB.\n"
-            "- Rank statistics every 50 steps: {} of wall time.\n"
+            "- `flopmeter run` beside `python`: {:.2f} ± {:.2f} % a step, {:.0f} ms to understand the loop.\n"
+            "- Rank statistics every 50 steps, CPU time as a share of the step: {}.\n"
         ),
         "zh": (
             "- 几乎不花时间的一步（极小模型）：训练线程上 {:.0f} 微秒，全部 sink 打开（目标 15，未达到）；"
@@ -293,22 +315,24 @@ def in_short(language: str) -> str:
             "- 计数：Llama-3-405B 的一个训练步只用形状，{:.1f} 秒，{:.0f} MB。\n"
             "- Trace：占比与 HolisticTraceAnalysis 一致，快 {:.1f} 到 {:.1f} 倍，内存少 {:.1f} 到 {:.1f} 倍。\n"
             "- 报告：{:,} 步用 {:.0f} 秒和 {:.0f} MB，页面 {:.1f} MB。\n"
-            "- 每 50 步一次的 rank 统计占墙钟时间：{}。\n"
+            "- `flopmeter run` 相对 `python`：每步 {:.2f} ± {:.2f} %，理解训练循环 {:.0f} 毫秒。\n"
+            "- 每 50 步一次的 rank 统计，CPU 时间占一步的比例：{}。\n"
         ),
     }
-    added = ", ".join(
-        f"{row['added_share'] * 100:.2f} ± {row['added_share_error'] * 100:.2f} % ({row['ranks']} ranks)" for row in job
-    )
+    added = ", ".join(f"{row['added_cpu_share_rank_0']:.2%} ({row['ranks']} ranks)" for row in job)
+    run = load("run_script")["training"]
+    run_cost = (run["more_s"] / run["step_s"] * 100, run["error_s"] / run["step_s"] * 100, run["start_s"] * 1e3)
     return f"- {published(language)}" + lines[language].format(
         *tiny_us, sizes["count_s"], sizes["peak_rss_mb"], min(faster), max(faster), min(smaller), max(smaller),
-        longest["num_steps"], longest["report_s"], longest["peak_rss_mb"], longest["page_mb"], added,
+        longest["num_steps"], longest["report_s"], longest["peak_rss_mb"], longest["page_mb"], *run_cost,
+        added,
     )  # fmt: skip
 
 
 TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": accuracy, "overhead": overhead, "tiny": tiny, "planted": planted, "traces": traces, "report": report,
     "counts": counts, "published": published, "ranks": ranks, "in_short": in_short, "waterfall": waterfall,
-    "mutation": mutation,
+    "mutation": mutation, "run_script": run_script,
 }  # fmt: skip
 
 
