@@ -92,11 +92,14 @@ class Blocking:
         root = roots[0] if isinstance(roots, (tuple, list)) and roots else roots
         if not isinstance(root, torch.Tensor) or root.grad_fn is None or root._backward_hooks is self._hooks:
             return
-        if root._backward_hooks is None:  # what `register_hook` does, without its handle: a fifth of the time
-            root._backward_hooks = self._hooks
-            root.grad_fn._register_hook_dict(root)
-        else:
-            root.register_hook(self._queue)  # type: ignore[no-untyped-call]
+        try:
+            if root._backward_hooks is None:  # what `register_hook` does, without its handle: a fifth of the time
+                root._backward_hooks = self._hooks
+                root.grad_fn._register_hook_dict(root)
+            else:
+                root.register_hook(self._queue)  # type: ignore[no-untyped-call]
+        except Exception as error:  # noqa: BLE001 - from here it would end the user's backward pass
+            self._give_up(error)
 
     def on_backward_end(self) -> None:
         """It is over: what passed since its work was done was waiting for gradients."""
@@ -111,9 +114,12 @@ class Blocking:
     def _queue(self, grad: torch.Tensor) -> None:
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._note_computed)
-        except Exception as error:  # noqa: BLE001 - from here it would end the user's backward pass
-            self._is_ddp = False
-            logger.warning("exposed communication is not measured: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_ddp = False
+        logger.warning("exposed communication is not measured: %s: %s", type(error).__name__, error)
 
     def _note_computed(self) -> None:
         self._computed_ns = perf_counter_ns()
