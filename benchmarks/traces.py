@@ -2,8 +2,9 @@
 
     python benchmarks/traces.py FILE... [--repeats 3] [--short] [--hta-python PATH] [--record FILE]
 
-Every file is read by both, in processes of their own, in turn. HTA gets a virtual environment of its own, made in the
-user's cache folder at the first run, unless --hta-python names a Python that has it; with "none" ours runs alone.
+Every file is read by both, in processes of their own, in turn, byte-compiled as pip leaves them. HTA gets a virtual
+environment of its own, made in the user's cache folder at the first run, unless --hta-python names a Python that has
+it; with "none" ours runs alone.
 
 Definitions. HTA looks at one window for the whole file: from the start of the first kernel to the end of the last,
 kernels launched in the last ProfilerStep left out. compute is the union of all kernels that are neither NCCL's nor
@@ -22,6 +23,7 @@ exit code is 1 when a goal is missed: shares within a point, five times as fast,
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import math
 import os
@@ -33,6 +35,8 @@ import time
 import venv
 from pathlib import Path
 from typing import Any
+
+import flopmeter
 
 BENCHMARK_VERSION = 1
 HTA_REQUIREMENT = "HolisticTraceAnalysis==0.5.0"
@@ -235,6 +239,7 @@ def main() -> int:
     parser.add_argument("--hta-python", help="a Python that has HTA")
     parser.add_argument("--record", type=Path, help="write the JSON line to this file as well")
     options = parser.parse_args()
+    compileall.compile_dir(Path(flopmeter.__file__).parent, quiet=1)
     files = sorted(options.files, key=lambda file: file.stat().st_size)
     files, repeats = (files[:1], 1) if options.short else (files, options.repeats)
     hta_python = options.hta_python or hta_environment()
