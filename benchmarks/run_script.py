@@ -1,14 +1,15 @@
 """What does `flopmeter run` cost beside `python` on the same program?
 
-    python benchmarks/run_script.py [--steps 1200] [--pairs 5] [--short]
+    python benchmarks/run_script.py [--steps 300] [--pairs 8] [--short]
 
 Two processes train the same model, one under each command, and a few steps at a time in turn: the program waits for a
 line on its standard input before every block. So a slow moment of the machine hits both, and a step is compared with
-one of the same turn. `a step` is the median of these differences over the steps after the first 20, with its standard
-error; `measured steps` is what observed and profiled ones took beyond an ordinary step, spread over all; `the first 20
-steps` is what it takes to understand the loop and to observe it for the first time. `start-up` is the wall time of
-programs that train nothing. flopmeter is byte-compiled, as pip leaves it. One torch thread. The last line printed is
-JSON.
+one of the same turn. Two processes differ by a percent even under the same command, by where their memory lies: so
+there are several pairs, and `a step` is the mean over the pairs of the median difference, after the first 20 steps,
+with its standard error. `measured steps` is what observed and profiled ones took beyond an ordinary step, spread over
+all; `the first 20 steps` is what it takes to understand the loop and to observe it for the first time. `start-up` is
+the wall time of programs that train nothing. flopmeter is byte-compiled, as pip leaves it. One torch thread. The last
+line printed is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rich.table import Table
 import flopmeter
 from flopmeter import load_run
 
-BENCHMARK_VERSION = 2
+BENCHMARK_VERSION = 3
 START_STEPS = 20
 BLOCK = 4
 COMMANDS = {"python": [], "flopmeter run": ["-m", "flopmeter", "run", "--quiet", "-o"]}
@@ -44,7 +45,7 @@ from torch import nn
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-width, batch, length = 128, 8, 64
+width, batch, length = 128, 8, 96
 model = nn.Sequential(
     nn.Embedding(256, width),
     *(nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(3)),
@@ -114,8 +115,9 @@ class Training:
         return float(answer)
 
 
-def training(folder: Path, num_steps: int) -> dict[str, float]:
+def train_pair(folder: Path, num_steps: int) -> dict[str, float]:
     """What a step of the same training takes more; raises when the losses differ."""
+    folder.mkdir()
     script, record = folder / "train.py", folder / "record"
     script.write_text(TRAINING)
     runs = {command: Training(command, record, script) for command in COMMANDS}
@@ -138,17 +140,23 @@ def compared(plain: list[float], watched: list[float], measured: list[int]) -> d
     start = min(START_STEPS, len(plain) // 2)
     step_s = statistics.median(plain[start:])
     more = [b - a for a, b in zip(plain[start:], watched[start:], strict=True)]
-    low_s, more_s, high_s = statistics.quantiles(more, n=4)
-    measuring_s = sum(watched[at] - step_s - more_s for at in measured)
+    more_s = statistics.median(more)
     return {
         "num_steps": len(plain),
         "step_s": step_s,
         "more_s": more_s,
-        "error_s": 1.25 * (high_s - low_s) / 1.35 / len(more) ** 0.5,  # the middle half is 1.35 deviations wide
         "num_measured": len(measured),
-        "measuring_s": measuring_s / len(more),
+        "measuring_s": sum(watched[at] - step_s - more_s for at in measured) / len(more),
         "start_s": sum(watched[:start]) - sum(plain[:start]),
     }
+
+
+def together(pairs: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the pairs, and the standard error of what a step takes more."""
+    means = {key: statistics.fmean(pair[key] for pair in pairs) for key in pairs[0]}
+    totals = {key: sum(pair[key] for pair in pairs) for key in ("num_steps", "num_measured")}
+    deviation_s = statistics.stdev(pair["more_s"] for pair in pairs) if len(pairs) > 1 else float("nan")
+    return {**means, **totals, "error_s": deviation_s / len(pairs) ** 0.5}
 
 
 def show(starts: dict[str, dict[str, float]], trained: dict[str, float]) -> None:
@@ -175,20 +183,21 @@ def _more(times: dict[str, float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300, help="of each process")
+    parser.add_argument("--pairs", type=int, default=8, help="of processes")
     parser.add_argument("--short", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
-    num_pairs, num_steps = (1, 16) if arguments.short else (arguments.pairs, arguments.steps)
+    num_pairs, num_steps = (2, 16) if arguments.short else (arguments.pairs, arguments.steps)
     compileall.compile_dir(Path(flopmeter.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as name:
         starts = start_up(Path(name), num_pairs)
-        trained = training(Path(name), num_steps)
+        pairs = [train_pair(Path(name) / str(number), num_steps) for number in range(num_pairs)]
+        trained = together(pairs)
     show(starts, trained)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": version("torch")}
     print(json.dumps({
         "benchmark": "run_script", "version": BENCHMARK_VERSION, "machine": machine,
-        "num_pairs": num_pairs, "start_up_s": starts, "training": trained,
+        "num_pairs": num_pairs, "start_up_s": starts, "training": trained, "pairs": pairs,
     }))  # fmt: skip
 
 
