@@ -524,3 +524,31 @@ def test_any_text_may_be_the_key_of_a_metric_in_every_line(tmp_path: Path, key: 
     run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, *lines))
     assert list(run.column(key)) == list(range(20))
     assert run.skipped == []
+
+
+def test_a_reader_says_of_each_line_whether_it_is_sound() -> None:
+    reader = reader_module.RunReader(Path("run.jsonl"))
+    assert reader.take(b'{"kind": "header", "schema": 1}')
+    assert reader.take(b'{"kind": "step", "step": 1, "time": 2.0, "metrics": {"a": 1.0}}')
+    assert not reader.take(b"no JSON at all")
+
+
+@pytest.mark.parametrize("has_header", [False, True])
+def test_a_file_without_a_header_is_hopeless_after_a_thousand_lines(has_header: bool) -> None:
+    reader = reader_module.RunReader(Path("run.jsonl"))
+    if has_header:
+        reader.take(b'{"kind": "header", "schema": 1}')
+    for _ in range(reader_module.MAX_LINES_WITHOUT_HEADER - 1):
+        reader.take(b"{}")
+    assert not reader.is_hopeless
+    reader.take(b"{}")
+    assert reader.is_hopeless is not has_header
+
+
+def test_a_writer_makes_the_folders_that_are_missing_and_takes_those_that_exist(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "run.jsonl"
+    for number in (1, 2):
+        writer = RunWriter(path)
+        writer.write({"kind": "event", "event": "note", "number": number})
+        writer.close()
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]

@@ -87,6 +87,9 @@ def test_a_run_that_goes_on_as_before_is_sampled_again() -> None:
 
 def test_slower_means_more_than_the_steps_scatter() -> None:
     assert is_slower([0.1] * 20, [0.112] * 20)
+    # Steps of 0.09, 0.10 and 0.11 s scatter by 0.01: an excess of 0.025 is more than twice that, one of 0.019 is not.
+    assert is_slower([0.09, 0.1, 0.11] * 6, [0.125] * 20)
+    assert not is_slower([0.09, 0.1, 0.11] * 6, [0.119] * 20)
     assert not is_slower([0.1] * 20, [0.105] * 20)
     # Median 0.1, typical distance from it 0.02: 0.13 lies within twice that.
     assert not is_slower([0.08, 0.1, 0.12] * 7, [0.13] * 20)
