@@ -30,6 +30,6 @@ def check(evidence: Evidence) -> Finding | None:
         title="no known cause of lost time stands out",
         lost=0.0,
         evidence=tuple(found),
-        advice=("flopmeter peak --measure shows what matmuls reach on this device",),
+        advice=("see what matmuls reach on this device: flopmeter peak --measure",),
         gain=None,
     )
