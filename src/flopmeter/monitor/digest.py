@@ -57,8 +57,10 @@ class StepRecord(Struct):
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""
-        late = (self.values.get("loss"), self.values.get("grad_norm"))
-        return all(value.is_ready() for value in late if type(value) is LateNumber)
+        loss, grad_norm = self.values.get("loss"), self.values.get("grad_norm")
+        return (type(loss) is not LateNumber or loss.is_ready()) and (
+            type(grad_norm) is not LateNumber or grad_norm.is_ready()
+        )
 
 
 def copied_to_host(taken: Taken | None) -> Taken | None:

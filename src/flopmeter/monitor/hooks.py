@@ -92,6 +92,7 @@ class Hooks:
     def remove(self) -> None:
         """Take everything away again. Safe to call twice."""
         self._detach()
+        self._models = ()
         while self._undo:
             self._undo.pop()()
 

@@ -25,9 +25,11 @@ MAX_QUEUED_STEPS = 10_000
 MAX_QUEUED_LOGS = 1_000
 FREE_LOGS = 500
 """Logs that a sink gets whatever they cost: short runs are logged as asked."""
-STEPS_AT_ONCE = 32
-"""Steps digested before the interpreter is offered to the training thread."""
-WAKE_S = 0.25
+STEPS_AT_ONCE, BREATH_S = 8, 1e-4
+"""Steps digested before the interpreter is left to the training thread, and for how long: with no time between, this
+thread has it again before the other one is awake."""
+WAKE_S = 1.0
+"""One step by itself costs twice as much to digest as one of many: code and data are cold each time."""
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
 CLOSE_TIMEOUT_S = 10.0
 
@@ -145,10 +147,13 @@ class Worker:
 
     def put(self, item: Any) -> None:
         """Hand over an item: a step for `digest`, or a finished line. Never waits."""
-        if len(self._queue) >= MAX_QUEUED_STEPS:
+        num_queued = len(self._queue)
+        if num_queued >= MAX_QUEUED_STEPS:
             self.num_dropped += 1
             return
         self._queue.append(item)
+        if num_queued == self._flush_every:  # short steps: so many may be lost, no more
+            self._wake.set()
 
     @property
     def own_cpu_s(self) -> float:
@@ -157,7 +162,7 @@ class Worker:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that was handed over is on disk; False when it takes too long."""
-        self._idle.clear()
+        self._idle.clear()  # before the bell: whoever wakes up sees that it was asked
         self._wake.set()
         return self._idle.wait(timeout_s)
 
@@ -191,18 +196,18 @@ class Worker:
                 self._next_sample_s = now_s + min(SAMPLE_S, now_s - self._started_s)
                 self._take_sample()
             is_full = num_unflushed >= self._flush_every or now_s - last_flush_s >= self._flush_s
-            is_asked = not self._idle.is_set() and self._wake.is_set()
+            is_asked = not self._idle.is_set()
             if (num_unflushed and is_full) or is_closing or is_asked:
                 self._writer.flush()
                 num_unflushed, last_flush_s = 0, now_s
             self.cpu_s = time.thread_time()
             if is_asked and not self._queue:
-                self._wake.clear()
                 self._idle.set()
             if is_closing and not self._queue:
                 return
             if len(self._queue) < self._flush_every:  # a loop of very short steps fills the queue faster than we wake
                 self._wake.wait(WAKE_S)
+                self._wake.clear()
 
     def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> None:
         if isinstance(item, Mapping):
@@ -243,7 +248,7 @@ class Worker:
                 logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
             num_lines += 1
             if num_lines % STEPS_AT_ONCE == 0:
-                time.sleep(0)  # lets the training thread have the interpreter at once, not after a switch interval
+                time.sleep(BREATH_S)
         for sink in self._sinks:
             if sink.name in logs:
                 sink.log(logs[sink.name])
