@@ -1,17 +1,20 @@
-"""What does the measurement cost? The same small GPT with and without each monitor, interleaved in one process.
+"""What does the measurement cost? A small GPT with and without each monitor, in turn and in one process.
 
-    python benchmarks/overhead.py [--steps 300] [--long 1000] [--quick]
+    python benchmarks/overhead.py [--steps 300] [--long 2000] [--quick]
 
-Every variant trains the same model, three steps at a time and in turn, so that a slow moment of the machine hits all of
-them; one torch thread, because two on a shared machine vary tenfold. A step is compared with the plain loop's step of
+Every variant has a model of its own and trains it a few steps with its hooks and a few steps without, in turn: two
+models that do the same differ by a percent, by where their memory lies, and a slow moment of the machine lasts longer
+than a turn. One torch thread, because two on a shared machine vary tenfold. A step is compared with the plain one of
 the same turn. The overhead of ours is the median of these differences plus what measured steps took beyond an ordinary
 one; of the others, whose work cannot be told apart, it is the ratio of the total times. Both stand in the table, and
-the standard error of the median. The plain loop, estimate and smart go on to `--long` steps.
+the standard error of the median. The plain loop, which has nothing to switch and shows the noise, estimate and smart
+go on to `--long` steps.
 
 The second table is what a step costs when the step itself costs nothing: CPU time of the training thread, CPU of the
-whole process and wall time of a tiny model, on against off. The first comes from many short blocks in turn, of which
-`a plain loop` shows the noise; the others from long ones, which leave the background time to finish. TraceML, if it is
-installed, runs in a process of its own (`peer_traceml.py`), because its patches reach every model of a process.
+whole process and wall time of a tiny model, on against off. The first comes from many short blocks in turn; the others
+from long ones, which leave the background time to finish. `by itself` is the same code called again and again with
+nothing in between, so that it stays in the cache. TraceML, if it is installed, runs in a process of its own
+(`peer_traceml.py`), because its patches reach every model of a process.
 
 `before` does what careless loops do: a profiled step every 50 steps and a broadcast of the result, `.item()` per
 sample, every metric formatted on every step, the whole log rewritten every 100 steps. The last line printed is JSON.
@@ -23,6 +26,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import resource
 import shutil
 import socket
@@ -44,11 +48,11 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from flopmeter import count_flops, load_run, watch
+from flopmeter import TrainingMonitor, count_flops, load_run, watch
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.text import SyntheticText
 
-BENCHMARK_VERSION = 3
+BENCHMARK_VERSION = 4
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
 BATCH_SIZE = 8
 START_STEPS = 5
@@ -85,36 +89,58 @@ class Loop:
 
 
 class Variant:
-    """A way to train with something watching. `run` does a number of steps and returns the seconds."""
+    """A way to train with something watching, and without it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.loop = Loop()
-        self.blocks: list[list[float]] = []
-        """Seconds of each step, block by block; the first block is the start, and is not raced."""
+        self.start_s: list[float] = []
+        """Seconds of the steps before the race."""
+        self.turns: list[tuple[list[float], list[float]]] = []
+        """Seconds of each step, turn by turn: watched ones, plain ones."""
 
     def one(self) -> None:
+        """A watched step."""
         self.loop.train_step()
+
+    def switch(self, *, is_on: bool) -> None:
+        """Put hooks in place, or take them away."""
 
     @property
     def is_measuring(self) -> bool:
         """Whether the next step is a measured one: then it must come before anybody else's."""
         return False
 
-    def run(self, num_steps: int) -> None:
+    def start(self) -> None:
+        self.start_s = self._timed(self.one, START_STEPS)
+
+    def turn(self, num_steps: int, order: tuple[bool, bool]) -> None:
+        block: dict[bool, list[float]] = {}
+        for is_on in order:
+            self.switch(is_on=is_on)
+            block[is_on] = self._timed(self.one if is_on else self.loop.train_step, num_steps)
+        self.turns.append((block[True], block[False]))
+
+    def _timed(self, one: Callable[[], Any], num_steps: int) -> list[float]:
         block: list[float] = []
         while len(block) < num_steps or self.is_measuring:
             start_s = time.perf_counter()
-            self.one()
+            one()
             block.append(time.perf_counter() - start_s)
-        self.blocks.append(block)
-
-    @property
-    def step_s(self) -> list[float]:
-        return [seconds for block in self.blocks[1:] for seconds in block]
+        return block
 
     def close(self) -> dict[str, Any]:
         return {}
+
+
+def switch_hooks(monitor: TrainingMonitor, loop: Loop | TinyLoop, *, is_on: bool) -> None:
+    """Take a monitor's hooks away, or put them back as `watch` does."""
+    monitor._hooks.remove()
+    if is_on:
+        monitor._hooks.attach_models(loop.model)
+        monitor._hooks.attach_optimizer(loop.optimizer)
+        monitor._hooks.attach_loader(loop.loader)
+        monitor._clock.take()  # what lies between is no step's time
 
 
 class Flopmeter(Variant):
@@ -123,6 +149,9 @@ class Flopmeter(Variant):
         self._dir = Path(tempfile.mkdtemp())
         config = {"monitoring": {"mfu_calculation_mode": mode, "sinks": [], **settings}}
         self._monitor = watch(self.loop.model, self.loop.optimizer, self.loop.loader, self._dir, config)
+
+    def switch(self, *, is_on: bool) -> None:
+        switch_hooks(self._monitor, self.loop, is_on=is_on)
 
     def one(self) -> None:
         loss, grad_norm = self.loop.train_step()
@@ -140,9 +169,7 @@ class Flopmeter(Variant):
         counted = [value for value in run.column("perf/model_flop") if value == value]
         mfu = run.column("perf/mfu")
         return {
-            "median_mfu": statistics.median(
-                mfu[at] for at in run.steady()
-            ),  # a mean would hold the other racers' turns
+            "median_mfu": statistics.median(mfu[at] for at in run.steady()),
             "flop_error": counted[-1] / exact - 1 if counted else None,
             "own_overhead_share": run.column("perf/overhead_share")[-1],
             "measured": [at for at, marks in run.marks.items() if "warmup" not in marks],
@@ -261,36 +288,37 @@ def race(num_steps: int, long: int, block: int, is_quick: bool) -> tuple[dict[st
         before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             runs[name] = make()
-            runs[name].run(START_STEPS)
+            runs[name].start()
         except Exception as error:  # noqa: BLE001 - a peer that is not installed must not stop the others
             missing[name] = f"{type(error).__name__}: {error}"
             continue
         runs[name].memory_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) / 1024  # type: ignore[attr-defined]
+    chance = random.Random(0)
     for turn in range(max(num_steps, long) // block):
         order = [run for name, run in runs.items() if turn * block < num_steps or name in LONG_VARIANTS]
-        for variant in order[turn % len(order) :] + order[: turn % len(order)]:
-            variant.run(block)
-    return {name: _result(variant, runs["baseline"]) for name, variant in runs.items()}, missing
+        for variant in chance.sample(order, len(order)):
+            variant.turn(block, (True, False) if chance.random() < 0.5 else (False, True))
+    return {name: _result(variant) for name, variant in runs.items()}, missing
 
 
-def _result(variant: Variant, baseline: Variant) -> dict[str, Any]:
-    turns = list(zip(variant.blocks[1:], baseline.blocks[1:], strict=False))  # the baseline goes on longer
-    pairs = [pair for own, base in turns for pair in zip(own, base, strict=False)]  # a measured step comes on top
-    base_s = statistics.median(base for _, base in pairs)
-    steady, error = median_and_error([(own - base) / base_s for own, base in pairs])
-    typical_s, num_steps = base_s * (1 + steady), len(variant.step_s)
+def _result(variant: Variant) -> dict[str, Any]:
+    pairs = [pair for on, off in variant.turns for pair in zip(on, off, strict=False)]  # a measured step comes on top
+    on_s = [seconds for on, _ in variant.turns for seconds in on]
+    off_s = [seconds for _, off in variant.turns for seconds in off]
+    base_s = statistics.median(off_s)
+    steady, error = median_and_error([(on - off) / base_s for on, off in pairs])
     closing = variant.close()
-    every_s = [*variant.blocks[0], *variant.step_s]
+    every_s = [*variant.start_s, *on_s]
     measured = [every_s[at] for at in closing.pop("measured", ())]
-    longer_s = sum(measured) - typical_s * len(measured)
-    is_ours = isinstance(variant, Flopmeter) or variant is baseline
-    by_total = sum(variant.step_s) / num_steps / statistics.fmean(base for _, base in pairs) - 1
+    longer_s = sum(measured) - base_s * (1 + steady) * len(measured)
+    is_ours = isinstance(variant, Flopmeter) or type(variant) is Variant
+    by_total = statistics.fmean(on_s) / statistics.fmean(off_s) - 1
     return {
-        "steps": num_steps,
-        "total_s": sum(variant.step_s),
-        "steps_per_s": num_steps / sum(variant.step_s),
-        "median_step_ms": typical_s * 1e3,
-        "overhead_percent": (steady + longer_s / (base_s * num_steps) if is_ours else by_total) * 100,
+        "steps": len(on_s),
+        "total_s": sum(on_s),
+        "steps_per_s": len(on_s) / sum(on_s),
+        "median_step_ms": base_s * 1e3,
+        "overhead_percent": (steady + longer_s / (base_s * len(on_s)) if is_ours else by_total) * 100,
         "error_percent": error * 100,
         "steady_percent": steady * 100,
         "by_total_percent": by_total * 100,
@@ -325,8 +353,18 @@ class TinyLoop:
         self._batches = iter(self.loader)
         self.step = 0
 
+    def switch(self, *, is_on: bool) -> None:
+        """Put hooks in place, or take them away."""
+
     def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """What the monitor is told."""
+        """What the monitor is told of a step, when it is on."""
+
+    def settle(self) -> None:
+        """Let the background finish."""
+
+    def by_itself(self) -> Callable[[], None] | None:
+        """All that a step costs, without the step."""
+        return None
 
     def close(self) -> None:
         """The end."""
@@ -338,9 +376,10 @@ class TinyLoop:
             self._batches = iter(self.loader)
             return next(self._batches)  # type: ignore[no-any-return]
 
-    def block(self, num_steps: int) -> dict[str, float]:
+    def block(self, num_steps: int, *, is_on: bool, settle_s: float = 0.0) -> dict[str, float]:
         """A block of steps, microseconds per step: CPU of the training thread and of the process, and wall time."""
-        before = (time.thread_time(), time.process_time(), time.perf_counter())
+        self.switch(is_on=is_on)
+        process_s, thread_s, wall_s = time.process_time(), time.thread_time(), time.perf_counter()
         for _ in range(num_steps):
             ids = self._batch()
             loss = self.model(input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -349,10 +388,14 @@ class TinyLoop:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
-            self.after_step(loss, grad_norm)
-        after = (time.thread_time(), time.process_time(), time.perf_counter())
-        names = ("thread_us", "process_us", "wall_us")
-        return {name: (b - a) / num_steps * 1e6 for name, a, b in zip(names, before, after, strict=True)}
+            if is_on:
+                self.after_step(loss, grad_norm)
+        thread_s, wall_s = time.thread_time() - thread_s, time.perf_counter() - wall_s
+        if settle_s:
+            self.settle()
+            time.sleep(settle_s)
+        found = {"thread_us": thread_s, "wall_us": wall_s, "process_us": time.process_time() - process_s}
+        return {name: seconds / num_steps * 1e6 for name, seconds in found.items()}
 
 
 class TinyWatched(TinyLoop):
@@ -364,6 +407,29 @@ class TinyWatched(TinyLoop):
             "prometheus": {"port": _free_port()},
         }
         self.monitor = watch(self.model, self.optimizer, self.loader, tempfile.mkdtemp(), config)
+
+    def switch(self, *, is_on: bool) -> None:
+        switch_hooks(self.monitor, self, is_on=is_on)
+
+    def settle(self) -> None:
+        self.monitor.latest(wait_s=1.0)
+
+    def by_itself(self) -> Callable[[], None]:
+        marks, ids, number = self.monitor.marks, torch.zeros(2, 4, dtype=torch.long), torch.ones(())
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+        def one() -> None:
+            marks.on_wait()
+            marks.on_batch()
+            marks.on_forward((), batch)
+            marks.on_forward_end()
+            marks.on_backward(None)
+            marks.on_backward_end()
+            marks.on_optimizer()
+            marks.on_optimizer_end()
+            self.monitor.log_step(self.step, 0, number, number, 0.1)
+
+        return one
 
     def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         self.monitor.log_step(self.step, 0, loss, grad_norm, 0.1)
@@ -389,6 +455,15 @@ class TinyThroughput(TinyLoop):
         )
         self._throughput.compute()
 
+    def by_itself(self) -> Callable[[], None]:
+        number = torch.ones(())
+
+        def one() -> None:
+            self.step += 1
+            self.after_step(number, number)
+
+        return one
+
 
 def _free_port() -> int:
     with socket.socket() as probe:
@@ -398,33 +473,38 @@ def _free_port() -> int:
 
 def steady_cost(rounds: int, make: Callable[[], TinyLoop]) -> dict[str, float]:
     """What a watched step costs beyond a plain one, blocks of both in turn."""
-    plain, watched = TinyLoop(), make()
-    for loop in (plain, watched):
-        loop.block(2 * TINY_BLOCK)  # the warm-up and the observed step are behind us
+    loop = make()
+    loop.block(2 * TINY_BLOCK, is_on=True)  # the warm-up and the observed step are behind us
     result: dict[str, float] = {"steps": 0.0}
+    chance = random.Random(0)
     for keys, num_steps, num_pairs, settle_s in (
         (("thread_us",), SHORT_BLOCK, 15 * rounds, 0.0),
-        (
-            ("process_us", "wall_us"),
-            TINY_BLOCK,
-            rounds // 2,
-            0.3,
-        ),  # the background finishes, and is charged to nobody else
+        (("process_us", "wall_us"), TINY_BLOCK, rounds, 0.1),
     ):
-        found: dict[int, list[dict[str, float]]] = {id(plain): [], id(watched): []}
-        for pair in range(max(2, num_pairs)):
-            for loop in (plain, watched) if pair % 2 else (watched, plain):
-                found[id(loop)].append(loop.block(num_steps))
-                time.sleep(settle_s)
-        result["steps"] += len(found[id(watched)]) * num_steps
+        found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+        for _ in range(max(2, num_pairs)):
+            for is_on in chance.sample((True, False), 2):
+                found[is_on].append(loop.block(num_steps, is_on=is_on, settle_s=settle_s))
+        result["steps"] += len(found[True]) * num_steps
         for key in keys:
-            off, on = ([block[key] for block in found[id(loop)]] for loop in (plain, watched))
+            off, on = ([block[key] for block in found[is_on]] for is_on in (False, True))
             result[f"plain_{key}"] = statistics.median(off)
             added = [b - a for a, b in zip(off, on, strict=True)]
             result[f"added_{key}"], result[f"error_{key}"] = median_and_error(added)
-    watched.close()
+    loop.switch(is_on=True)
+    if (one := loop.by_itself()) is not None:
+        result["by_itself_us"] = statistics.median(_cpu_us(one) for _ in range(5))
+    loop.close()
     result["wall_ratio"] = (result["plain_wall_us"] + result["added_wall_us"]) / result["plain_wall_us"]
     return result
+
+
+def _cpu_us(one: Callable[[], None]) -> float:
+    """CPU time of a call among 100 like it."""
+    start_s = time.thread_time()
+    for _ in range(100):
+        one()
+    return (time.thread_time() - start_s) / 100 * 1e6
 
 
 def traceml_cost(rounds: int) -> dict[str, float]:
@@ -496,12 +576,13 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
     for every in FREQUENCIES if per_step_ms is not None else ():
         console.print(f"profile every {every:>3} steps -> {max(0.0, per_step_ms) / every / step_ms * 100:.2f} %")
     tiny_table = Table(title="A steady step of a tiny model: microseconds beyond the plain one (standard error)")
-    for heading in ("who", "training thread", "whole process", "wall", "plain step, wall", "wall ratio"):
+    for heading in ("who", "training thread", "by itself", "whole process", "wall", "plain step, wall", "wall ratio"):
         tiny_table.add_column(heading, justify="left" if heading == "who" else "right")
     for name, cost in tiny.items():
         cells = [
             f"{cost[f'added_{key}']:.1f} ({cost[f'error_{key}']:.1f})" for key in ("thread_us", "process_us", "wall_us")
         ]
+        cells.insert(1, f"{cost['by_itself_us']:.1f}" if "by_itself_us" in cost else "-")
         tiny_table.add_row(name, *cells, f"{cost['plain_wall_us']:.0f}", f"{cost['wall_ratio']:.3f}")
     console.print(tiny_table)
 
@@ -513,7 +594,7 @@ def _percent(value: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--long", type=int, default=1000, help="steps of the plain loop, estimate and smart")
+    parser.add_argument("--long", type=int, default=2000, help="steps of the plain loop, estimate and smart")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -19,11 +19,16 @@ class TinyTraced(TinyLoop):
     def __init__(self) -> None:
         super().__init__()
         self._step: AbstractContextManager[None] = nullcontext()
-        self._open()
 
     def _open(self) -> None:
         self._step = traceml.trace_step(self.model)
         self._step.__enter__()
+
+    def switch(self, *, is_on: bool) -> None:
+        self._step.__exit__(None, None, None)
+        self._step = nullcontext()
+        if is_on:
+            self._open()
 
     def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         self._step.__exit__(None, None, None)

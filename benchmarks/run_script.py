@@ -1,15 +1,20 @@
 """What does `flopmeter run` cost beside `python` on the same program?
 
-    python benchmarks/run_script.py [--steps 300] [--pairs 8] [--short]
+    python benchmarks/run_script.py [--steps 4000] [--pairs 8] [--short]
 
-Two processes train the same model, one under each command, and a few steps at a time in turn: the program waits for a
-line on its standard input before every block. So a slow moment of the machine hits both, and a step is compared with
-one of the same turn. Two processes differ by a percent even under the same command, by where their memory lies: so
-there are several pairs, and `a step` is the mean over the pairs of the median difference, after the first 20 steps,
-with its standard error. `measured steps` is what observed and profiled ones took beyond an ordinary step, spread over
-all; `the first 20 steps` is what it takes to understand the loop and to observe it for the first time. `start-up` is
-the wall time of programs that train nothing. flopmeter is byte-compiled, as pip leaves it. One torch thread. The last
-line printed is JSON.
+`a step`: one process under `flopmeter run` trains two steps with the hooks that it finds on model, optimizer and
+backward pass, and two without, in turn; the figure is the median difference to the plain step of the same turn, with
+its standard error. Measured steps and their turns are left out.
+
+`two processes`: one under each command, a few steps at a time in turn, several pairs; and as many pairs under `python`
+both, for two processes that do the same differ by a percent or two, by where their memory lies. Mean over the pairs of
+the median difference, after the first 20 steps. glibc is told to keep freed memory: else a step takes 0 to 1,300 page
+faults, by luck, which is up to 4 % of it. `measured steps` is what observed and profiled ones took beyond an ordinary
+step, spread over all; `the first 20 steps` is what it takes to understand the loop and to observe it for the first
+time. The losses of a pair must be equal.
+
+`start-up` is the wall time of programs that train nothing. flopmeter is byte-compiled, as pip leaves it. One torch
+thread. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import compileall
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -33,15 +39,18 @@ from rich.table import Table
 import flopmeter
 from flopmeter import load_run
 
-BENCHMARK_VERSION = 3
+BENCHMARK_VERSION = 4
 START_STEPS = 20
-BLOCK = 4
+BLOCK, SHORT_BLOCK = 4, 2
+PAIR_STEPS = 160
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 COMMANDS = {"python": [], "flopmeter run": ["-m", "flopmeter", "run", "--quiet", "-o"]}
 EMPTY = {"an empty program": "pass", "a program that imports torch": "import torch"}
 TRAINING = """
 import json, sys, time
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -52,15 +61,41 @@ model = nn.Sequential(
     nn.Linear(width, 256),
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+plain_backward, away = torch.autograd.backward, []
+
+
+def take_hooks_away():
+    away[:] = [(place, dict(place)) for place in (
+        model._forward_pre_hooks, model._forward_hooks,
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        _global_optimizer_post_hooks,
+    )] + [torch.autograd.backward]
+    for place, _ in away[:-1]:
+        place.clear()
+    torch.autograd.backward = plain_backward
+
+
+def put_hooks_back():
+    torch.autograd.backward = away.pop()
+    while away:
+        place, hooks = away.pop()
+        place.update(hooks)
+
+
 for line in sys.stdin:
+    command, num_steps = line.split()
+    if command == "plain":
+        take_hooks_away()
     ends = [time.perf_counter()]
-    for _ in range(int(line)):
+    for _ in range(int(num_steps)):
         ids = torch.randint(256, (batch, length + 1))
         loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         ends.append(time.perf_counter())
+    if command == "plain":
+        put_hooks_back()
     print(json.dumps([end - start for start, end in zip(ends, ends[1:])]), flush=True)
 print(loss.item(), flush=True)
 """
@@ -98,16 +133,19 @@ class Training:
     def __init__(self, command: str, record: Path, script: Path) -> None:
         self._process = subprocess.Popen(
             command_line(command, record, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY},
         )  # fmt: skip
         self.steps_s: list[float] = []
 
-    def train(self, num_steps: int) -> None:
+    def train(self, num_steps: int, *, is_plain: bool = False) -> list[float]:
+        """Seconds of each step; with or without the hooks that there are."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{num_steps}\n")
+        self._process.stdin.write(f"{'plain' if is_plain else 'train'} {num_steps}\n")
         self._process.stdin.flush()
-        self.steps_s += json.loads(self._process.stdout.readline())
+        steps_s: list[float] = json.loads(self._process.stdout.readline())
+        self.steps_s += [] if is_plain else steps_s
+        return steps_s
 
     def end(self) -> float:
         """The last loss."""
@@ -115,20 +153,50 @@ class Training:
         return float(answer)
 
 
-def train_pair(folder: Path, num_steps: int) -> dict[str, float]:
-    """What a step of the same training takes more; raises when the losses differ."""
+def make_script(folder: Path) -> Path:
     folder.mkdir()
-    script, record = folder / "train.py", folder / "record"
+    script = folder / "train.py"
     script.write_text(TRAINING)
-    runs = {command: Training(command, record, script) for command in COMMANDS}
+    return script
+
+
+def train_in_turns(folder: Path, num_steps: int) -> dict[str, float]:
+    """What a step takes more with the hooks of `flopmeter run` than without, in one process."""
+    run = Training("flopmeter run", folder / "record", make_script(folder))
+    run.train(START_STEPS)
+    chance = random.Random(0)
+    turns = []
+    for _ in range(num_steps // (2 * SHORT_BLOCK)):
+        plain_first = chance.random() < 0.5
+        times = {is_plain: run.train(SHORT_BLOCK, is_plain=is_plain) for is_plain in (plain_first, not plain_first)}
+        turns.append((times[True], times[False]))
+    run.end()
+    measured = {(at - START_STEPS) // SHORT_BLOCK for at in measured_steps(folder / "record")}
+    spoiled = measured | {turn - 1 for turn in measured}  # a measurement begins at the end of the step before
+    kept = [turn for at, turn in enumerate(turns) if at not in spoiled]
+    more_s = [watched - plain for turn in kept for plain, watched in zip(*turn, strict=True)]
+    low_s, middle_s, high_s = statistics.quantiles(more_s, n=4)
+    return {
+        "num_steps": len(more_s),
+        "step_s": statistics.median(step_s for plain, _ in kept for step_s in plain),
+        "more_s": middle_s,
+        "error_s": 1.25 * (high_s - low_s) / 1.35 / len(more_s) ** 0.5,
+    }
+
+
+def train_pair(folder: Path, num_steps: int, commands: tuple[str, str]) -> dict[str, float]:
+    """What a step takes more in the second of two processes; raises when the losses differ."""
+    script = make_script(folder)
+    records = [folder / str(number) for number in range(2)]
+    runs = [Training(command, record, script) for command, record in zip(commands, records, strict=True)]
     for turn in range(num_steps // BLOCK):
-        for command in list(COMMANDS)[:: 1 if turn % 2 else -1]:
-            runs[command].train(BLOCK)
-    losses = {command: run.end() for command, run in runs.items()}
-    if len(set(losses.values())) != 1:
+        for run in runs[:: 1 if turn % 2 else -1]:
+            run.train(BLOCK)
+    losses = [run.end() for run in runs]
+    if len(set(losses)) != 1:
         raise SystemExit(f"the losses differ: {losses}")
-    plain, watched = (run.steps_s for run in runs.values())
-    return compared(plain, watched, measured_steps(record))
+    plain, watched = (run.steps_s for run in runs)
+    return compared(plain, watched, measured_steps(records[1]) if records[1].exists() else [])
 
 
 def measured_steps(record: Path) -> list[int]:
@@ -159,7 +227,7 @@ def together(pairs: list[dict[str, float]]) -> dict[str, float]:
     return {**means, **totals, "error_s": deviation_s / len(pairs) ** 0.5}
 
 
-def show(starts: dict[str, dict[str, float]], trained: dict[str, float]) -> None:
+def show(starts: dict[str, dict[str, float]], in_turns: dict[str, float], pairs: dict[str, dict[str, float]]) -> None:
     table = Table(title="flopmeter run against python", title_justify="left")
     for heading in ("what", *COMMANDS, "more"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
@@ -167,13 +235,17 @@ def show(starts: dict[str, dict[str, float]], trained: dict[str, float]) -> None
         table.add_row(
             f"start-up: {name}", *(f"{value * 1e3:.0f} ms" for value in times.values()), f"{_more(times) * 1e3:.0f} ms"
         )
-    step_s, more_s, error_s = (trained[key] for key in ("step_s", "more_s", "error_s"))
+    for name, found in {"a step": in_turns, **{f"two processes: {name}": pair for name, pair in pairs.items()}}.items():
+        step_s, more_s, error_s = (found[key] for key in ("step_s", "more_s", "error_s"))
+        table.add_row(
+            name, f"{step_s * 1e3:.2f} ms", f"{(step_s + more_s) * 1e3:.2f} ms",
+            f"{more_s / step_s:+.2%} (+- {error_s / step_s:.2%})",
+        )  # fmt: skip
+    watched = pairs["flopmeter run"]
     table.add_row(
-        "a step", f"{step_s * 1e3:.2f} ms", f"{(step_s + more_s) * 1e3:.2f} ms",
-        f"{more_s / step_s:+.2%} (+- {error_s / step_s:.2%})",
-    )  # fmt: skip
-    table.add_row(f"{trained['num_measured']:.0f} measured steps", "", "", f"{trained['measuring_s'] / step_s:+.2%}")
-    table.add_row(f"the first {START_STEPS} steps", "", "", f"{trained['start_s'] * 1e3:.0f} ms")
+        f"{watched['num_measured']:.0f} measured steps", "", "", f"{watched['measuring_s'] / watched['step_s']:+.2%}"
+    )
+    table.add_row(f"the first {START_STEPS} steps", "", "", f"{watched['start_s'] * 1e3:.0f} ms")
     Console(stderr=True).print(table)
 
 
@@ -183,21 +255,27 @@ def _more(times: dict[str, float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="of each process")
-    parser.add_argument("--pairs", type=int, default=8, help="of processes")
+    parser.add_argument("--steps", type=int, default=4000, help="of the process that trains with and without hooks")
+    parser.add_argument("--pairs", type=int, default=8, help="of processes, and as many more under python both")
     parser.add_argument("--short", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
-    num_pairs, num_steps = (2, 16) if arguments.short else (arguments.pairs, arguments.steps)
+    num_pairs, num_steps = (2, 40) if arguments.short else (arguments.pairs, arguments.steps)
     compileall.compile_dir(Path(flopmeter.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as name:
-        starts = start_up(Path(name), num_pairs)
-        pairs = [train_pair(Path(name) / str(number), num_steps) for number in range(num_pairs)]
-        trained = together(pairs)
-    show(starts, trained)
+        folder = Path(name)
+        starts = start_up(folder, num_pairs)
+        in_turns = train_in_turns(folder / "turns", num_steps)
+        pairs: dict[str, list[dict[str, float]]] = {command: [] for command in COMMANDS}
+        for number in range(num_pairs):
+            for command, found in pairs.items():
+                size = 24 if arguments.short else PAIR_STEPS
+                found.append(train_pair(folder / f"{command}{number}", size, ("python", command)))
+    means = {command: together(found) for command, found in pairs.items()}
+    show(starts, in_turns, means)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": version("torch")}
     print(json.dumps({
         "benchmark": "run_script", "version": BENCHMARK_VERSION, "machine": machine,
-        "num_pairs": num_pairs, "start_up_s": starts, "training": trained, "pairs": pairs,
+        "num_pairs": num_pairs, "start_up_s": starts, "in_turns": in_turns, "two_processes": means, "pairs": pairs,
     }))  # fmt: skip
 
 

@@ -102,12 +102,16 @@ def overhead(language: str) -> str:
 def tiny(language: str) -> str:
     """CPU that a steady step costs, in microseconds."""
     heads = {
-        "en": ("microseconds a step", "training thread", "whole process", "wall"),
-        "zh": ("每步微秒", "训练线程", "整个进程", "墙钟"),
+        "en": ("microseconds a step", "training thread", "whole process", "wall", "called by itself"),
+        "zh": ("每步微秒", "训练线程", "整个进程", "墙钟", "单独调用"),
     }
     keys = ("thread_us", "process_us", "wall_us")
     rows = [
-        (name, *(f"{cost[f'added_{key}']:.0f} ± {cost[f'error_{key}']:.0f}" for key in keys))
+        (
+            name,
+            *(f"{cost[f'added_{key}']:.0f} ± {cost[f'error_{key}']:.0f}" for key in keys),
+            _or_dash(cost.get("by_itself_us"), "{:.0f}"),
+        )
         for name, cost in load("overhead")["tiny"].items()
     ]
     return table(heads[language], rows)
@@ -252,21 +256,24 @@ def run_script(language: str) -> str:
     """What `flopmeter run` adds to a program."""
     found = load("run_script")
     heads = {"en": ("`flopmeter run` beside `python`", "more"), "zh": ("`flopmeter run` 相对 `python`", "增加")}
-    training, step_s = found["training"], found["training"]["step_s"]
-    rows = [
+    rows = [(f"a step of {found['in_turns']['step_s'] * 1e3:.0f} ms", _more(found["in_turns"]))]
+    for name, pair in found["two_processes"].items():
+        rows.append((f"`python` and `{name}`, two processes, {found['num_pairs']} pairs", _more(pair)))
+    watched = found["two_processes"]["flopmeter run"]
+    rows += [
         (
-            f"a step of {step_s * 1e3:.0f} ms",
-            f"{training['more_s'] / step_s * 100:.2f} ± {training['error_s'] / step_s * 100:.2f} %",
+            f"{watched['num_measured']} measured steps, spread over {watched['num_steps']}",
+            f"{watched['measuring_s'] / watched['step_s']:.2%}",
         ),
-        (
-            f"{training['num_measured']} measured steps, spread over {training['num_steps']}",
-            f"{training['measuring_s'] / step_s:.2%}",
-        ),
-        ("the first 20 steps together", f"{training['start_s'] * 1e3:.0f} ms"),
+        ("the first 20 steps together", f"{watched['start_s'] * 1e3:.0f} ms"),
     ]
     for name, times in found["start_up_s"].items():
         rows.append((f"start-up of {name}", f"{(times['flopmeter run'] - times['python']) * 1e3:.0f} ms"))
     return table(heads[language], rows)
+
+
+def _more(found: Mapping[str, float]) -> str:
+    return f"{found['more_s'] / found['step_s'] * 100:.2f} ± {found['error_s'] / found['step_s'] * 100:.2f} %"
 
 
 def waterfall(language: str) -> str:
@@ -295,33 +302,36 @@ def in_short(language: str) -> str:
     job = load("distributed")["measured"]
     tiny_found = load("overhead")["tiny"]
     tiny_us = [
-        tiny_found[name]["added_thread_us"]
+        tiny_found[name][key]
         for name in ("flopmeter, all sinks", "Lightning Throughput, arithmetic only", "TraceML")
+        for key in ("added_thread_us", "by_itself_us")
+        if key in tiny_found[name]
     ]
     lines = {
         "en": (
             "- A step that costs nothing (a tiny model): {:.0f} microseconds on the training thread with all sinks on"
-            " (goal: 15, not met); Lightning's bare arithmetic {:.0f}, TraceML {:.0f}.\n"
+            " (goal: 15, not met), {:.0f} when called by itself; Lightning's bare arithmetic {:.0f} and {:.0f},"
+            " TraceML {:.0f}.\n"
             "- Count: one training step of Llama-3-405B on shapes in {:.1f} s and {:.0f} MB.\n"
             "- Traces: shares as HolisticTraceAnalysis gives them, {:.1f} to {:.1f} times as fast, in {:.1f} to {:.1f}"
             " times less memory.\n"
             "- Report: {:,} steps in {:.0f} s and {:.0f} MB, a page of {:.1f} MB.\n"
-            "- `flopmeter run` beside `python`: {:.2f} ± {:.2f} % a step, {:.0f} ms to understand the loop.\n"
+            "- `flopmeter run` beside `python`: {} a step, {:.0f} ms to understand the loop.\n"
             "- Rank statistics every 50 steps, CPU time as a share of the step: {}.\n"
         ),
         "zh": (
-            "- 几乎不花时间的一步（极小模型）：训练线程上 {:.0f} 微秒，全部 sink 打开（目标 15，未达到）；"
-            "Lightning 的纯算术 {:.0f}，TraceML {:.0f}。\n"
+            "- 几乎不花时间的一步（极小模型）：训练线程上 {:.0f} 微秒，全部 sink 打开（目标 15，未达到），单独调用 {:.0f}；"
+            "Lightning 的纯算术 {:.0f} 与 {:.0f}，TraceML {:.0f}。\n"
             "- 计数：Llama-3-405B 的一个训练步只用形状，{:.1f} 秒，{:.0f} MB。\n"
             "- Trace：占比与 HolisticTraceAnalysis 一致，快 {:.1f} 到 {:.1f} 倍，内存少 {:.1f} 到 {:.1f} 倍。\n"
             "- 报告：{:,} 步用 {:.0f} 秒和 {:.0f} MB，页面 {:.1f} MB。\n"
-            "- `flopmeter run` 相对 `python`：每步 {:.2f} ± {:.2f} %，理解训练循环 {:.0f} 毫秒。\n"
+            "- `flopmeter run` 相对 `python`：每步 {}，理解训练循环 {:.0f} 毫秒。\n"
             "- 每 50 步一次的 rank 统计，CPU 时间占一步的比例：{}。\n"
         ),
     }
     added = ", ".join(f"{row['added_cpu_share_rank_0']:.2%} ({row['ranks']} ranks)" for row in job)
-    run = load("run_script")["training"]
-    run_cost = (run["more_s"] / run["step_s"] * 100, run["error_s"] / run["step_s"] * 100, run["start_s"] * 1e3)
+    run = load("run_script")
+    run_cost = (_more(run["in_turns"]), run["two_processes"]["flopmeter run"]["start_s"] * 1e3)
     return f"- {published(language)}" + lines[language].format(
         *tiny_us, sizes["count_s"], sizes["peak_rss_mb"], min(faster), max(faster), min(smaller), max(smaller),
         longest["num_steps"], longest["report_s"], longest["peak_rss_mb"], longest["page_mb"], *run_cost,
