@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -320,8 +320,8 @@ def in_short(language: str) -> str:
             "- Rank statistics every 50 steps, CPU time as a share of the step: {}.\n"
         ),
         "zh": (
-            "- 几乎不花时间的一步（极小模型）：训练线程上 {:.0f} 微秒，全部 sink 打开（目标 15，未达到），单独调用 {:.0f}；"
-            "Lightning 的纯算术 {:.0f} 与 {:.0f}，TraceML {:.0f}。\n"
+            "- 几乎不花时间的一步（极小模型）：训练线程上 {:.0f} 微秒，全部 sink 打开（目标 15，未达到），"
+            "单独调用 {:.0f}；Lightning 的纯算术 {:.0f} 与 {:.0f}，TraceML {:.0f}。\n"
             "- 计数：Llama-3-405B 的一个训练步只用形状，{:.1f} 秒，{:.0f} MB。\n"
             "- Trace：占比与 HolisticTraceAnalysis 一致，快 {:.1f} 到 {:.1f} 倍，内存少 {:.1f} 到 {:.1f} 倍。\n"
             "- 报告：{:,} 步用 {:.0f} 秒和 {:.0f} MB，页面 {:.1f} MB。\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,15 @@ def test_what_somebody_else_has_put_there_meanwhile_stays() -> None:
     owner.run = "theirs"
     undo()
     assert owner.run == "theirs"
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_whoever_of_us_goes_last_puts_back_what_was_there_before_all(order: tuple[int, ...]) -> None:
+    owner = SimpleNamespace(run="original")
+    undos = [replace_attribute(owner, "run", object()) for _ in range(3)]
+    for place in order:
+        undos[place]()
+    assert owner.run == "original"
 
 
 class Passes:

@@ -151,6 +151,7 @@ def test_everything_is_taken_away_again(tmp_path: Path) -> None:
 
 
 def test_two_monitors_in_one_process_keep_to_their_own_model(tmp_path: Path) -> None:
+    backward = torch.autograd.backward
     first, second = make_model(), make_model()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
     monitors = [
@@ -159,9 +160,10 @@ def test_two_monitors_in_one_process_keep_to_their_own_model(tmp_path: Path) -> 
     ]
     train(first, optimizers[0], make_loader(5))
     train(second, optimizers[1], make_loader(7))
-    for monitor in monitors:
+    for monitor in monitors:  # the second one's patches stand on the first one's, which goes first
         monitor.finish_training()
     assert [len(load_run(tmp_path / str(i))) for i in range(2)] == [5, 7]
+    assert torch.autograd.backward is backward
 
 
 class Graphs:

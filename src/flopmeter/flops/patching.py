@@ -11,14 +11,26 @@ import torch
 _ENGINE = "_engine_run_backward"  # backward() and grad() both call the engine through this name of torch.autograd
 
 
+_covered: dict[int, tuple[Any, Any]] = {}
+"""Replacements that were to go while another one of ours stood on them, by id; each with what was below it."""
+
+
 def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Gives what puts the original back, unless somebody else has replaced ours meanwhile."""
+    """Gives what puts the original back, unless somebody else has replaced ours meanwhile.
+
+    Where that somebody are we ourselves, the last to go puts back what was there before all of them.
+    """
     original = getattr(owner, name)
     setattr(owner, name, value)
 
     def undo() -> None:
-        if getattr(owner, name) is value:
-            setattr(owner, name, original)
+        if getattr(owner, name) is not value:
+            _covered[id(value)] = (value, original)
+            return
+        below = original
+        while id(below) in _covered:
+            below = _covered.pop(id(below))[1]
+        setattr(owner, name, below)
 
     return undo
 
