@@ -29,7 +29,7 @@ def test_what_somebody_else_has_put_there_meanwhile_stays() -> None:
     assert owner.run == "theirs"
 
 
-@pytest.mark.parametrize("order", permutations(range(3)))
+@pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_whoever_of_us_goes_last_puts_back_what_was_there_before_all(order: tuple[int, ...]) -> None:
     owner = SimpleNamespace(run="original")
     undos = [replace_attribute(owner, "run", object()) for _ in range(3)]
