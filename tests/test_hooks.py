@@ -79,7 +79,7 @@ def test_the_batch_of_a_captured_step_is_not_looked_into() -> None:
     device = SimulatedDevice()
     timeline = timeline_on(device)
     failures: list[Any] = []
-    tracker = StepTracker(lambda: None, lambda: None, lambda *problem: failures.append(problem), lambda *_, **__: None)
+    tracker = StepTracker(lambda: None, lambda *problem: failures.append(problem), lambda *_, **__: None)
     tracker.device_time = DeviceTime(timeline, lambda *_, **__: None, every=50)
     tracker.workloads = WorkloadReader(Needs())
     for device.is_capturing in (False, True, False):

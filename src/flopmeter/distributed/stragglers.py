@@ -2,8 +2,8 @@
 
 Collectives make every rank's step equally long, so step times name nobody. What tells is each rank's own time: its step
 without what it was blocked in collectives. A rank is named when its own time exceeds the median of the others by a
-tenth of a step and by a millisecond in three intervals in a row or more, and by three standard errors over all of them.
-Where most of the excess is waiting for a core, because the machine has more to run than cores, it takes twelve.
+tenth of a step and by two milliseconds in three intervals in a row or more, and by three standard errors over all of
+them. Where most of the excess is waiting for a core, because the machine has more to run than cores, it takes twelve.
 
 The last to arrive at a collective is the one that waits least. So the spread of the blocked times is the skew of the
 arrivals, without comparing clocks between machines: large behind a slow peer, small behind a slow network, where even
@@ -29,7 +29,7 @@ SUSTAINED_IF_STARVED = 12
 """The same where the rank mostly waited for a core: programs that share a machine take turns, too, but slowly."""
 MIN_SHARE = 0.1
 """Of the step: what is less is not worth a name."""
-MIN_EXTRA_S = 1e-3
+MIN_EXTRA_S = 2e-3
 """On steps of a few milliseconds, what the operating system does to one of several processes is more than a share."""
 STANDARD_ERRORS = 3.0
 STEADINESS = 1 / 3

@@ -17,7 +17,6 @@ import logging
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -36,20 +35,20 @@ from flopmeter.distributed import PATIENCE_S, Ranks
 from flopmeter.errors import ConfigError, FlopmeterError
 from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
-from flopmeter.monitor.digest import NOTHING, Digest, Log, StepRecord, copied_to_host, dataset_values
+from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.header import device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.ranks import join, my_rank, record_path, sink_names
-from flopmeter.monitor.schedule import WARMUP_STEPS
+from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.record import RunWriter, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
-from flopmeter.schema import PHASES, RUN_FILE, StepMark
+from flopmeter.schema import PHASES, RUN_FILE
 from flopmeter.sinks import SinkContext, check_sinks
 from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
@@ -112,7 +111,7 @@ class TrainingMonitor:
         self.output_dir = Path(output_dir)
         self.run_path = self.output_dir / RUN_FILE
         self.log_path = self.output_dir / log_file
-        self._tracker = StepTracker(self.start_training, self._on_optimizer_step, self._note_failure, self._event)
+        self._tracker = StepTracker(self.start_training, self._note_failure, self._event)
         self._tracker.finds_evaluation = finds_evaluation
         self._clock = self._tracker.clock
         self._numbers = LateNumbers()
@@ -125,11 +124,9 @@ class TrainingMonitor:
         self._effort = Effort(self.config, flops_profile_freq, self._clock, self._event, self._threads_s)
         self._digest = Digest(self.config, self._effort.note_step, self._effort.share)
         self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
-        self._pending: deque[StepRecord] = deque()
-        self._ended: StepRecord | None = None
-        self._values: Mapping[str, Any] = NOTHING
-        self._details_every = self.config.details_every
-        self._num_steps = 0
+        self._steps = Steps(
+            self._tracker, self._effort, self._datasets, self.config.details_every, self._put, self._note_failure
+        )
         self._num_failures = 0
         self._state = "new"
         self._is_failing = False
@@ -146,7 +143,7 @@ class TrainingMonitor:
         """Name the object that the loop calls, or all of them: forward passes are marked, steps measured."""
         if model is self._model:
             return
-        self._model = model
+        self._model = self._steps.model = model
         source = FlopSource([model, *others], self.config, self._event)
         self._tracker.source = self._digest.source = source
         self._tracker.workloads = WorkloadReader(source.needs)
@@ -156,6 +153,7 @@ class TrainingMonitor:
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings."""
         self._effort.begin_phase(phase)
+        self._steps.next_look = 0
 
     @property
     def marks(self) -> StepTracker:
@@ -165,7 +163,7 @@ class TrainingMonitor:
     @property
     def num_steps(self) -> int:
         """Steps measured so far."""
-        return self._num_steps
+        return self._steps.num_steps
 
     @property
     def is_running(self) -> bool:
@@ -200,6 +198,7 @@ class TrainingMonitor:
         timeline = timeline_of(device_of(self._model))
         if timeline is not None:
             self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
+        self._steps.put = self._worker.put
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
@@ -268,8 +267,9 @@ class TrainingMonitor:
             if attention_mask is not None and self._tracker.workloads is not None:
                 self._tracker.workloads.see_mask(attention_mask)
             if not self._has_optimizer:
-                self._end_step()
-            values = {
+                self._steps.end(start_ns)
+                start_ns = perf_counter_ns()
+            self._steps.tell({
                 "step": step,
                 "epoch": epoch,
                 "lr": learning_rate,
@@ -277,11 +277,7 @@ class TrainingMonitor:
                 "grad_norm": grad_norm if grad_norm is None else self._numbers.take(grad_norm),
                 "skip_wandb": skip_wandb,
                 "extra": extra,
-            }
-            if self._ended is not None:
-                self._hand_over(values)
-            else:
-                self._values = values  # before the optimizer steps: they belong to the step that is running
+            })  # fmt: skip
         except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
             self._note_failure("log_step", error)
         self._effort.own_ns += perf_counter_ns() - start_ns
@@ -373,57 +369,6 @@ class TrainingMonitor:
         self._is_failing = failure is not None
         self.finish_training()
 
-    def _on_optimizer_step(self) -> None:
-        if self._num_failures >= MAX_FAILURES:
-            return
-        start_ns = perf_counter_ns()
-        try:
-            self._end_step()
-        except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
-            self._note_failure("the end of a step", error)
-        self._effort.own_ns += perf_counter_ns() - start_ns
-
-    def _end_step(self) -> None:
-        if self._state == "new":
-            self.start_training()
-        tracker, effort, index = self._tracker, self._effort, self._num_steps
-        if tracker.is_evaluating:
-            tracker.end_evaluation()
-        tracker.has_forward = False  # the next one belongs to another step
-        if self._ended is not None:
-            self._hand_over(NOTHING)
-        seen = () if tracker.workloads is None else tracker.workloads.take()
-        marks: tuple[StepMark, ...] = ("warmup",) if index < WARMUP_STEPS else ()
-        record = StepRecord(index, time.time(), self._clock.take(), seen, marks)
-        self._num_steps = index = index + 1
-        if tracker.wait_cpu_share is not None:
-            record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
-        if tracker.blocking is not None:
-            record.blocked_ns = tracker.blocking.take()
-        if tracker.device_time is not None:
-            tracker.device_time.end_step(index)
-        if effort.is_measuring:
-            effort.end_step(tracker.source, record, index)
-        if index % self._details_every == 0:
-            record.datasets = copied_to_host(self._datasets.take())
-        self._ended = record
-        if self._values:
-            self._hand_over(self._values)
-            self._values = NOTHING
-        if index >= effort.schedule.next_step or index >= effort.sampling.plan.next_step:
-            effort.begin_step(tracker.source, self._model, index)
-
-    def _hand_over(self, values: Mapping[str, Any]) -> None:
-        assert self._ended is not None
-        record, self._ended = self._ended, None
-        record.values = values
-        if not self._pending and self._worker is not None and record.is_ready():
-            self._worker.put(record)
-            return
-        self._pending.append(record)
-        while self._pending and self._pending[0].is_ready():
-            self._put(self._pending.popleft())
-
     def _threads_s(self) -> float:
         """CPU time of all threads of ours."""
         worker_s = self._worker.own_cpu_s if self._worker is not None else 0.0
@@ -451,10 +396,7 @@ class TrainingMonitor:
         self._effort.sampling.close()
         if self._tracker.source is not None:
             self._tracker.source.abandon()
-        if self._ended is not None:
-            self._hand_over(self._values)
-        while self._pending:
-            self._put(self._pending.popleft())
+        self._steps.flush()
         leftover = self._datasets.take()
         if leftover is not None:
             self.log_metrics(dataset_values(leftover))
@@ -464,7 +406,7 @@ class TrainingMonitor:
         if self._ranks is not None:
             self._ranks.close(0.0 if self._is_failing else PATIENCE_S)
             self._worker.drain(DRAIN_S)
-        summary = {"kind": "summary", "time": time.time(), "num_steps": self._num_steps, "metrics": self.summary()}
+        summary = {"kind": "summary", "time": time.time(), "num_steps": self.num_steps, "metrics": self.summary()}
         self._worker.close([summary])
         if self._resources is not None:
             self._resources.close()
@@ -476,7 +418,7 @@ class TrainingMonitor:
 
     def _event(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
         """Write an event to the record; its `metrics` are what the sinks get of it."""
-        line = {"kind": "event", "event": event, "time": time.time(), "after_step": self._num_steps, **fields}
+        line = {"kind": "event", "event": event, "time": time.time(), "after_step": self.num_steps, **fields}
         self._put(line if metrics is None else Log(line, self._digest.last_step, metrics))
 
     def _join_job(self) -> None:
@@ -484,6 +426,7 @@ class TrainingMonitor:
         is_ready = self._tracker.source is not None and self._state == "running"
         if self._model is not None and self._ranks is None and is_ready:
             self._ranks = self._digest.ranks = join(self._model, self.config, self._tracker, self._event)
+            self._steps.next_look = 0
 
     def _put(self, item: Any) -> None:
         if self._worker is None:
@@ -493,7 +436,10 @@ class TrainingMonitor:
 
     def _note_failure(self, where: str, error: Exception) -> None:
         self._num_failures += 1
-        off = "; monitoring is now off" if self._num_failures >= MAX_FAILURES else ""
+        off = ""
+        if self._num_failures >= MAX_FAILURES:
+            self._steps.switch_off()
+            off = "; monitoring is now off"
         logger.warning("%s failed (%s: %s); training goes on%s", where, type(error).__name__, error, off)
 
 

@@ -57,7 +57,10 @@ class StepRecord(Struct):
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""
-        loss, grad_norm = self.values.get("loss"), self.values.get("grad_norm")
+        values = self.values
+        if not values:
+            return True
+        loss, grad_norm = values["loss"], values["grad_norm"]
         return (type(loss) is not LateNumber or loss.is_ready()) and (
             type(grad_norm) is not LateNumber or grad_norm.is_ready()
         )

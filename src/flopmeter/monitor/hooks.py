@@ -7,9 +7,9 @@ turn inert when the model is copied or saved; and all of it is taken away again 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from types import CodeType
 from typing import Any, Protocol
 
@@ -22,6 +22,18 @@ from flopmeter.flops.patching import replace_attribute
 
 _graph_task = torch._C._current_graph_task_id
 """Inside a backward pass its number, elsewhere -1."""
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_num_forks = 0
+"""Of this process and its ancestors: asking the system for the process on every batch costs more than all of a mark."""
+
+
+def _note_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class ForwardListener(Protocol):
@@ -138,10 +150,7 @@ class _Inert:
 class _Hook:
     """A hook that does not travel: a deep copy, a pickle or an EMA of the model gets an inert one."""
 
-    __slots__ = ("_listener",)
-
-    def __init__(self, listener: ForwardListener) -> None:
-        self._listener = listener
+    __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
         return _Inert()
@@ -151,23 +160,34 @@ class _Hook:
 
 
 class _ForwardHook(_Hook):
+    __slots__ = ("_on_evaluation", "_on_forward")
+
+    def __init__(self, listener: ForwardListener) -> None:
+        self._on_forward = listener.on_forward
+        self._on_evaluation = listener.on_evaluation
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Checkpointing calls the model again from inside the backward pass: that is no new batch.
-        if _graph_task() != -1 or torch.compiler.is_compiling():
+        if _graph_task() != -1 or _is_compiling():
             return
-        if torch.is_grad_enabled():
-            self._listener.on_forward(args, kwargs)
+        if _is_grad_enabled():
+            self._on_forward(args, kwargs)
         else:
-            self._listener.on_evaluation()
+            self._on_evaluation()
 
 
 class _ForwardEndHook(_Hook):
+    __slots__ = ("_on_forward_end",)
+
+    def __init__(self, listener: ForwardListener) -> None:
+        self._on_forward_end = listener.on_forward_end
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if _graph_task() == -1 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._listener.on_forward_end()
+        if _graph_task() == -1 and _is_grad_enabled() and not _is_compiling():
+            self._on_forward_end()
 
 
-class _OptimizerHook:
+class _OptimizerHook(_Hook):
     __slots__ = ("_call", "_call_in_backward")
 
     def __init__(self, call: Callable[[], None], call_in_backward: Callable[[], None]) -> None:
@@ -179,12 +199,6 @@ class _OptimizerHook:
             self._call()
         else:  # stepped parameter by parameter: the step ends when the backward pass returns
             self._call_in_backward()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
-
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()
 
 
 def hide_frame(error: BaseException) -> None:
@@ -199,19 +213,20 @@ def hide_frame(error: BaseException) -> None:
 def _patch_backward(listener: Listener) -> Callable[[], None]:
     """`loss.backward()` looks this name up at each call, so that one patch sees every backward pass."""
     original = torch.autograd.backward
-    thread = threading.get_ident()
+    thread = get_ident()
+    on_backward, on_backward_end = listener.on_backward, listener.on_backward_end
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if _graph_task() != -1 or threading.get_ident() != thread:
+        if _graph_task() != -1 or get_ident() != thread:
             return original(*args, **kwargs)
-        listener.on_backward(args[0] if args else kwargs.get("tensors"))
+        on_backward(args[0] if args else kwargs.get("tensors"))
         try:
             return original(*args, **kwargs)
         except BaseException as error:
             hide_frame(error)
             raise
         finally:
-            listener.on_backward_end()
+            on_backward_end()
 
     _skip_in_compiler(backward.__code__, and_callees=False)
     return replace_attribute(torch.autograd, "backward", backward)
@@ -231,19 +246,20 @@ def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
 def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Every DataLoader iterator fetches through one method: mark the waits for those that are ours, on this thread."""
     original = dataloader._BaseDataLoaderIter.__next__
-    thread, pid = threading.get_ident(), os.getpid()
+    thread, num_forks = get_ident(), _num_forks
+    on_wait, on_batch = listener.on_wait, listener.on_batch
 
     def fetch(iterator: Any) -> Any:
-        if threading.get_ident() != thread or os.getpid() != pid or not is_ours(iterator):
+        if get_ident() != thread or _num_forks != num_forks or not is_ours(iterator):
             return original(iterator)
-        listener.on_wait()
+        on_wait()
         try:
             return original(iterator)
         except BaseException as error:
             hide_frame(error)
             raise
         finally:
-            listener.on_batch()
+            on_batch()
 
     return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
 

@@ -21,7 +21,6 @@ class StepTracker:
 
     Args:
         on_start: Called before the first forward pass.
-        on_step: Called when a step has ended: the optimizer stepped after a forward pass.
         on_failure: Told what went wrong in reading a batch, which must not stop the forward pass.
         event: Writes an event to the run file.
     """
@@ -29,7 +28,6 @@ class StepTracker:
     def __init__(
         self,
         on_start: Callable[[], None],
-        on_step: Callable[[], None],
         on_failure: Callable[[str, Exception], None],
         event: Callable[..., None],
     ) -> None:
@@ -43,8 +41,9 @@ class StepTracker:
         """Whether forward passes without gradients are taken for an evaluation."""
         self.is_paused = False
         """Somebody has said that this is a pause: what is loaded and evaluated in it belongs to it."""
+        self.on_step: Callable[[int], None] = lambda now_ns: None
+        """Called with the clock when a step has ended: the optimizer stepped after a forward pass. Must not raise."""
         self._on_start = on_start
-        self._on_step = on_step
         self._on_failure = on_failure
         self._event = event
         self.has_forward = False
@@ -67,9 +66,8 @@ class StepTracker:
         self._note((perf_counter_ns(), DATA_WAIT))
         if self.device_time is not None:
             self.device_time.mark("data_wait")
-        self._num_waits += 1
-        if self._num_waits == _LOOK_EVERY:
-            self._num_waits = 0
+        self._num_waits = num_waits = self._num_waits + 1
+        if num_waits % _LOOK_EVERY == 0:
             self.clock.bound()
             self._waiting_since = perf_counter_ns(), thread_time_ns()
 
@@ -135,7 +133,7 @@ class StepTracker:
             self.device_time.mark("other")
         if self._has_stepped_in_backward:
             self._has_stepped_in_backward = False
-            self._on_step()
+            self.on_step(perf_counter_ns())
 
     def on_optimizer_in_backward(self) -> None:
         self._has_stepped_in_backward = True
@@ -146,9 +144,10 @@ class StepTracker:
             self.device_time.mark("optimizer")
 
     def on_optimizer_end(self, is_step_over: bool | None = None) -> None:
-        self._note((perf_counter_ns(), OTHER))
+        now_ns = perf_counter_ns()
+        self._note((now_ns, OTHER))
         if self.has_forward if is_step_over is None else is_step_over:  # several optimizers in a row: one step
-            self._on_step()
+            self.on_step(now_ns)
 
     def on_skipped_step(self) -> None:
         """A gradient scaler has kept the optimizer from stepping: the step counts, and the record says so."""

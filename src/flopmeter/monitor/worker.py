@@ -25,9 +25,10 @@ MAX_QUEUED_STEPS = 10_000
 MAX_QUEUED_LOGS = 1_000
 FREE_LOGS = 500
 """Logs that a sink gets whatever they cost: short runs are logged as asked."""
-STEPS_AT_ONCE, BREATH_S = 8, 1e-4
+STEPS_AT_ONCE, BREATH_S = 64, 1e-4
 """Steps digested before the interpreter is left to the training thread, and for how long: with no time between, this
-thread has it again before the other one is awake."""
+thread has it again before the other one is awake. Not fewer: a thread that waits for the interpreter, up to 5 ms each
+time, costs the other one a system call at every operator of torch, all of which let go of it for a moment."""
 WAKE_S = 1.0
 """One step by itself costs twice as much to digest as one of many: code and data are cold each time."""
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0

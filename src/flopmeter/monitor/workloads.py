@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 
 from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload
 
@@ -18,8 +19,8 @@ _BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
 MAX_SHAPES = 512
 
 
-class Lengths(NamedTuple):
-    """A padded batch of text: how long each sample is, on its way to the host."""
+class Lengths(Struct, frozen=True):
+    """A padded batch of text: how long each sample is, on its way to the host. Made on every step."""
 
     tensor: torch.Tensor
     """The lengths; on a CPU the mask itself, to be summed in the background."""
@@ -30,16 +31,29 @@ class Lengths(NamedTuple):
 
     def resolve(self) -> Workload | None:
         """Read it; None when the mask is no longer the one that was seen."""
-        lengths = self.tensor.sum(1) if self.tensor.dim() == 2 else self.tensor
-        key = (self.needs, self.padded_to, *lengths.tolist())
+        lengths = _sums(self.tensor)
+        key = (self.needs, self.padded_to, *lengths)
         if self.tensor._version != self.version:
             return None
         known = _by_lengths.get(key)
         if known is None:
             if len(_by_lengths) >= MAX_SHAPES:
                 _by_lengths.clear()
-            known = _by_lengths[key] = Workload.of_lengths(key[2:], self.padded_to, needs=self.needs)
+            known = _by_lengths[key] = Workload.of_lengths(lengths, self.padded_to, needs=self.needs)
         return known
+
+
+def _sums(tensor: torch.Tensor) -> list[int]:
+    """Of each row, or the numbers themselves.
+
+    By numpy: an operator of torch lets go of the interpreter, and whoever wants it back makes every operator of the
+    training thread slower until it has it.
+    """
+    try:
+        numbers = tensor.numpy()
+    except (RuntimeError, TypeError):  # there is no numpy, or it does not know the dtype
+        return (tensor.sum(1) if tensor.dim() == 2 else tensor).tolist()
+    return (numbers.sum(1) if numbers.ndim == 2 else numbers).tolist()  # type: ignore[no-any-return]
 
 
 _by_lengths: dict[tuple[Any, ...], Workload] = {}
@@ -77,10 +91,7 @@ class WorkloadReader:
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A micro-batch goes into the model."""
-        names = tuple(kwargs)
-        telling = self._telling.get(names)
-        if telling is None:
-            telling = self._telling[names] = _Telling.of(names, self._needs)
+        telling = self._telling.get(tuple(kwargs)) or self._learn(tuple(kwargs))
         if telling.is_text_with_mask:
             ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
             if isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor):
@@ -92,6 +103,10 @@ class WorkloadReader:
             self._seen.append(self._late(kwargs))
         else:
             self._seen.append(self._of_shapes(args, kwargs))
+
+    def _learn(self, names: tuple[str, ...]) -> _Telling:
+        telling = self._telling[names] = _Telling.of(names, self._needs)
+        return telling
 
     def _of_shapes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Workload:
         key = tuple([value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])

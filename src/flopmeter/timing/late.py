@@ -7,7 +7,7 @@ The tensor itself is never kept (it would keep the autograd graph alive), and a 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -62,7 +62,7 @@ class LateNumber:
 
     def read(self) -> float:
         """The number."""
-        number = self._slot.item()
+        number = cast(float, self._slot.tolist())  # unlike `item`, it does not let go of the interpreter
         self._free.append((self._slot, self._event))
         return number
 

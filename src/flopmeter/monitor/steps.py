@@ -1,0 +1,129 @@
+"""What becomes of a step that is over? Closed when the optimizer has stepped, completed by `log_step`, handed over.
+
+On every step only a record is made. What has its turn now and then (warm-up, measuring, details) waits for the step
+that is named beforehand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import perf_counter_ns, time
+from typing import Any
+
+from torch import nn
+
+from flopmeter.dataset_metrics import DatasetMetrics
+from flopmeter.monitor.digest import NOTHING, StepRecord, copied_to_host
+from flopmeter.monitor.effort import Effort
+from flopmeter.monitor.schedule import WARMUP_STEPS
+from flopmeter.monitor.tracker import StepTracker
+
+
+class Steps:
+    """Makes the record of each step and hands it over once the device has caught up with it.
+
+    Args:
+        put: Takes finished records.
+        on_failure: Told what went wrong, which must not stop the training.
+    """
+
+    def __init__(
+        self,
+        tracker: StepTracker,
+        effort: Effort,
+        datasets: DatasetMetrics,
+        details_every: int,
+        put: Callable[[StepRecord], None],
+        on_failure: Callable[[str, Exception], None],
+    ) -> None:
+        self.put = put
+        self.num_steps = 0
+        """Steps that have ended."""
+        self.model: nn.Module | None = None
+        self.next_look = 0
+        """Before so many steps have ended nothing but a record is due. Set to 0 when something else may be."""
+        tracker.on_step = self.end
+        self._tracker = tracker
+        self._clock = tracker.clock
+        self._effort = effort
+        self._sampling_plan = effort.sampling.plan  # the background asks for a step by it
+        self._datasets = datasets
+        self._details_every = details_every
+        self._on_failure = on_failure
+        self._ended: StepRecord | None = None
+        self._values: Mapping[str, Any] = NOTHING
+        self._pending: deque[StepRecord] = deque()
+
+    def end(self, now_ns: int) -> None:
+        """The running step is over. Never raises."""
+        try:
+            tracker, index = self._tracker, self.num_steps
+            if tracker.is_evaluating:
+                tracker.end_evaluation()
+            tracker.has_forward = False  # the next one belongs to another step
+            if self._ended is not None:
+                self._complete(self._ended, NOTHING)
+            seen = () if tracker.workloads is None else tracker.workloads.take()
+            record = self._ended = StepRecord(index, time(), self._clock.take(now_ns), seen)
+            self.num_steps = index = index + 1
+            if tracker.wait_cpu_share is not None:
+                record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
+            if index >= self.next_look or index >= self._sampling_plan.next_step:
+                self._look(record, index)
+            if self._values:
+                self._complete(record, self._values)
+                self._values = NOTHING
+        except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
+            self._on_failure("the end of a step", error)
+        self._effort.own_ns += perf_counter_ns() - now_ns
+
+    def tell(self, values: Mapping[str, Any]) -> None:
+        """What the loop says of the step that has ended, or else of the one that is running."""
+        record = self._ended
+        if record is None:
+            self._values = values
+        else:
+            self._complete(record, values)
+
+    def switch_off(self) -> None:
+        """From now on a step that ends is nobody's business."""
+        self._tracker.on_step = lambda now_ns: None
+
+    def flush(self) -> None:
+        """Hand everything over, whether the device has caught up or not."""
+        if self._ended is not None:
+            self._complete(self._ended, self._values)
+        while self._pending:
+            self.put(self._pending.popleft())
+
+    def _complete(self, record: StepRecord, values: Mapping[str, Any]) -> None:
+        self._ended = None
+        record.values = values
+        if not self._pending and record.is_ready():
+            self.put(record)
+            return
+        self._pending.append(record)
+        while self._pending and self._pending[0].is_ready():
+            self.put(self._pending.popleft())
+
+    def _look(self, record: StepRecord, num_steps: int) -> None:
+        """Do what is due at the end of this step, and find out when there will be something again."""
+        tracker, effort, every = self._tracker, self._effort, self._details_every
+        if num_steps <= WARMUP_STEPS:
+            record.marks = ("warmup",)
+        if tracker.blocking is not None:
+            record.blocked_ns = tracker.blocking.take()
+        if tracker.device_time is not None:
+            tracker.device_time.end_step(num_steps)
+        if effort.is_measuring:
+            effort.end_step(tracker.source, record, num_steps)
+        if num_steps % every == 0:
+            record.datasets = copied_to_host(self._datasets.take())
+        if num_steps >= effort.schedule.next_step or num_steps >= self._sampling_plan.next_step:
+            effort.begin_step(tracker.source, self.model, num_steps)
+        has_more = tracker.blocking is not None or tracker.device_time is not None or effort.is_measuring
+        if has_more or num_steps < WARMUP_STEPS:
+            self.next_look = num_steps + 1
+        else:
+            self.next_look = min(num_steps + every - num_steps % every, effort.schedule.next_step)
