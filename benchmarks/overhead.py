@@ -11,10 +11,11 @@ the standard error of the median. The plain loop, which has nothing to switch an
 go on to `--long` steps.
 
 The second table is what a step costs when the step itself costs nothing: CPU time of the training thread, CPU of the
-whole process and wall time of a tiny model, on against off. The first comes from many short blocks in turn; the others
-from long ones, which leave the background time to finish. `by itself` is the same code called again and again with
-nothing in between, so that it stays in the cache. TraceML, if it is installed, runs in a process of its own
-(`peer_traceml.py`), because its patches reach every model of a process.
+whole process and wall time of a tiny model, on against off, in blocks of 1,000 steps in turn. They are that long
+because the background writes every 200 steps, and the two threads get into each other's way meanwhile: blocks of 25
+steps saw half of the cost. `by itself` is the same code called again and again with nothing in between, so that it
+stays in the cache. TraceML, if it is installed, runs in a process of its own (`peer_traceml.py`), because its patches
+reach every model of a process.
 
 `before` does what careless loops do: a profiled step every 50 steps and a broadcast of the result, `.item()` per
 sample, every metric formatted on every step, the whole log rewritten every 100 steps. The last line printed is JSON.
@@ -52,12 +53,12 @@ from flopmeter import TrainingMonitor, count_flops, load_run, watch
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.text import SyntheticText
 
-BENCHMARK_VERSION = 4
+BENCHMARK_VERSION = 5
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
 BATCH_SIZE = 8
 START_STEPS = 5
 """Steps before the race: the warm-up and the first measured step, whose surplus counts all the same."""
-TINY_BLOCK, SHORT_BLOCK = 250, 25
+TINY_BLOCK, SETTLE_S = 1000, 0.1
 LONG_VARIANTS = ("baseline", "flopmeter estimate", "flopmeter smart")
 ALL_SINKS = ["console", "tensorboard", "prometheus", "wandb"]
 FREQUENCIES = (1, 10, 50, 100, 500)
@@ -376,7 +377,7 @@ class TinyLoop:
             self._batches = iter(self.loader)
             return next(self._batches)  # type: ignore[no-any-return]
 
-    def block(self, num_steps: int, *, is_on: bool, settle_s: float = 0.0) -> dict[str, float]:
+    def block(self, num_steps: int, *, is_on: bool) -> dict[str, float]:
         """A block of steps, microseconds per step: CPU of the training thread and of the process, and wall time."""
         self.switch(is_on=is_on)
         process_s, thread_s, wall_s = time.process_time(), time.thread_time(), time.perf_counter()
@@ -391,9 +392,8 @@ class TinyLoop:
             if is_on:
                 self.after_step(loss, grad_norm)
         thread_s, wall_s = time.thread_time() - thread_s, time.perf_counter() - wall_s
-        if settle_s:
-            self.settle()
-            time.sleep(settle_s)
+        self.settle()
+        time.sleep(SETTLE_S)
         found = {"thread_us": thread_s, "wall_us": wall_s, "process_us": time.process_time() - process_s}
         return {name: seconds / num_steps * 1e6 for name, seconds in found.items()}
 
@@ -471,26 +471,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def steady_cost(rounds: int, make: Callable[[], TinyLoop]) -> dict[str, float]:
+def steady_cost(num_pairs: int, make: Callable[[], TinyLoop]) -> dict[str, float]:
     """What a watched step costs beyond a plain one, blocks of both in turn."""
     loop = make()
-    loop.block(2 * TINY_BLOCK, is_on=True)  # the warm-up and the observed step are behind us
-    result: dict[str, float] = {"steps": 0.0}
+    loop.block(TINY_BLOCK, is_on=True)  # the warm-up and the observed step are behind us
     chance = random.Random(0)
-    for keys, num_steps, num_pairs, settle_s in (
-        (("thread_us",), SHORT_BLOCK, 15 * rounds, 0.0),
-        (("process_us", "wall_us"), TINY_BLOCK, rounds, 0.1),
-    ):
-        found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
-        for _ in range(max(2, num_pairs)):
-            for is_on in chance.sample((True, False), 2):
-                found[is_on].append(loop.block(num_steps, is_on=is_on, settle_s=settle_s))
-        result["steps"] += len(found[True]) * num_steps
-        for key in keys:
-            off, on = ([block[key] for block in found[is_on]] for is_on in (False, True))
-            result[f"plain_{key}"] = statistics.median(off)
-            added = [b - a for a, b in zip(off, on, strict=True)]
-            result[f"added_{key}"], result[f"error_{key}"] = median_and_error(added)
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    for _ in range(num_pairs):
+        for is_on in chance.sample((True, False), 2):
+            found[is_on].append(loop.block(TINY_BLOCK, is_on=is_on))
+    result: dict[str, float] = {"steps": num_pairs * TINY_BLOCK}
+    for key in ("thread_us", "process_us", "wall_us"):
+        off, on = ([block[key] for block in found[is_on]] for is_on in (False, True))
+        result[f"plain_{key}"] = statistics.median(off)
+        added = [b - a for a, b in zip(off, on, strict=True)]
+        result[f"added_{key}"], result[f"error_{key}"] = median_and_error(added)
     loop.switch(is_on=True)
     if (one := loop.by_itself()) is not None:
         result["by_itself_us"] = statistics.median(_cpu_us(one) for _ in range(5))
@@ -507,14 +502,14 @@ def _cpu_us(one: Callable[[], None]) -> float:
     return (time.thread_time() - start_s) / 100 * 1e6
 
 
-def traceml_cost(rounds: int) -> dict[str, float]:
+def traceml_cost(num_pairs: int) -> dict[str, float]:
     """The same loop under TraceML's own launcher."""
     command = shutil.which("traceml", path=str(Path(sys.executable).parent))
     if command is None:
         raise ModuleNotFoundError("No module named 'traceml_ai'")
     script = Path(__file__).with_name("peer_traceml.py")
     with tempfile.TemporaryDirectory() as folder:
-        line = [command, "run", "--mode", "summary", "--logs-dir", folder, str(script), "--args", str(rounds)]
+        line = [command, "run", "--mode", "summary", "--logs-dir", folder, str(script), "--args", str(num_pairs)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
     found = [text for text in done.stdout.splitlines() if text.startswith('{"traceml"')]
     if not found:
@@ -522,18 +517,18 @@ def traceml_cost(rounds: int) -> dict[str, float]:
     return json.loads(found[-1])["traceml"]  # type: ignore[no-any-return]
 
 
-def tiny_costs(rounds: int, is_quick: bool) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+def tiny_costs(num_pairs: int, is_quick: bool) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_SILENT", "true")
     cases: dict[str, Callable[[], dict[str, float]]] = {
-        "a plain loop": lambda: steady_cost(rounds, TinyLoop),
-        "flopmeter, no sinks": lambda: steady_cost(rounds, lambda: TinyWatched([])),
+        "a plain loop": lambda: steady_cost(num_pairs, TinyLoop),
+        "flopmeter, no sinks": lambda: steady_cost(num_pairs, lambda: TinyWatched([])),
     }
     if not is_quick:
         cases |= {
-            "flopmeter, all sinks": lambda: steady_cost(rounds, lambda: TinyWatched(ALL_SINKS)),
-            "Lightning Throughput, arithmetic only": lambda: steady_cost(rounds, TinyThroughput),
-            "TraceML": lambda: traceml_cost(rounds),
+            "flopmeter, all sinks": lambda: steady_cost(num_pairs, lambda: TinyWatched(ALL_SINKS)),
+            "Lightning Throughput, arithmetic only": lambda: steady_cost(num_pairs, TinyThroughput),
+            "TraceML": lambda: traceml_cost(num_pairs),
         }
     found: dict[str, dict[str, float]] = {}
     missing: dict[str, str] = {}
@@ -602,7 +597,7 @@ def main() -> None:
     num_steps, long, block = (4, 4, 2) if arguments.quick else (arguments.steps, arguments.long, 3)
     with one_process_group():
         results, missing = race(num_steps, long, block, arguments.quick)
-    tiny, not_run = tiny_costs(2 if arguments.quick else 40, arguments.quick)
+    tiny, not_run = tiny_costs(2 if arguments.quick else 30, arguments.quick)
     show(results, missing | not_run, tiny)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
     print(json.dumps({
