@@ -31,6 +31,8 @@ class Session:
     """
 
     def __init__(self, found: Discovery, output_dir: str, config: dict[str, Any], keeper: Keeper) -> None:
+        self.last_told: Any = None
+        """The optimizer that was last to tell of its step by a hook of its own."""
         self._keeper = keeper
         self._is_over = False
         self._rule = StepRule(found.cycle)
@@ -49,8 +51,13 @@ class Session:
     def _follow(self, optimizer: Any) -> None:
         # On the optimizer itself: a measurement that begins or ends there changes the global hooks, which must not
         # happen while torch goes through those. For the same reason these are never taken away, but fall silent.
-        key = key_of(optimizer)
-        follow_optimizer(optimizer, self._marks, lambda: self._keeper.guarded(self._take_turn, key))
+        key, reference = key_of(optimizer), weakref.ref(optimizer)
+
+        def on_end() -> None:
+            self.last_told = reference()
+            self._keeper.guarded(self._take_turn, key)
+
+        follow_optimizer(optimizer, self._marks, on_end)
         self._followed.add(optimizer)
 
     def _take_turn(self, key: Hashable) -> None:
@@ -81,6 +88,7 @@ class Session:
     def finish(self) -> str:
         """Close the record and say in a line what was found."""
         self._is_over = True
+        self.last_told = None
         self._loaders.remove()
         summary = self._monitor.finish_training()
         mfu, step_s = summary.get("perf/mfu"), summary.get("step_time_median_s")

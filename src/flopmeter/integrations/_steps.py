@@ -31,6 +31,8 @@ class StepRule:
 
     def __init__(self, cycle: Collection[Hashable]) -> None:
         self.cycle = frozenset(cycle)
+        self.is_lost = False
+        """Whether optimizers step that have nothing to do with what was learned."""
         self._stepped: set[Hashable] = set()
         self._strays: Counter[Hashable] = Counter()
 
@@ -48,16 +50,13 @@ class StepRule:
             return False
         self._stepped.clear()
         self._strays.clear()
+        self.is_lost = False
         return True
 
     def note_stray(self, key: Hashable) -> None:
         """An optimizer has stepped that fits no cycle."""
         self._strays[key] += 1
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether optimizers step that have nothing to do with what was learned."""
-        return any(count >= MAX_STRAY_TURNS for count in self._strays.values())
+        self.is_lost = self.is_lost or self._strays[key] >= MAX_STRAY_TURNS
 
 
 class CycleLearner:

@@ -70,7 +70,8 @@ class Program:
     def on_optimizer_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped."""
         self.num_optimizer_steps += 1
-        self.guarded(self._take, optimizer)
+        if self._session is None or self._session.last_told is not optimizer:
+            self.guarded(self._take, optimizer)
 
     def on_skipped(self, optimizer: Any) -> None:
         """A gradient scaler has kept an optimizer from stepping."""

@@ -199,6 +199,7 @@ class TrainingMonitor:
         if timeline is not None:
             self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
         self._steps.put = self._worker.put
+        self._tracker.background = self._worker
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns, thread_time_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
+
+if TYPE_CHECKING:
+    from flopmeter.monitor.worker import Worker
 
 _LOOK_EVERY = 7
 """Waits for data from one whose CPU time is looked at to the next: the thread's clock costs as much as all marks."""
@@ -37,6 +40,7 @@ class StepTracker:
         self.workloads: WorkloadReader | None = None
         self.device_time: DeviceTime | None = None
         self.blocking: Blocking | None = None
+        self.background: Worker | None = None
         self.finds_evaluation = True
         """Whether forward passes without gradients are taken for an evaluation."""
         self.is_paused = False
@@ -119,7 +123,10 @@ class StepTracker:
                 self.device_time.mark("pause")
 
     def on_backward(self, roots: Any) -> None:
-        self._note((perf_counter_ns(), BACKWARD))
+        now_ns = perf_counter_ns()
+        self._note((now_ns, BACKWARD))
+        if self.background is not None and now_ns >= self.background.due_ns:
+            self.background.wake()  # the engine of autograd leaves the interpreter to whoever wants it
         if self.device_time is not None:
             self.device_time.mark("backward")
         if self.blocking is not None:

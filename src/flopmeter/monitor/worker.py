@@ -31,6 +31,11 @@ thread has it again before the other one is awake. Not fewer: a thread that wait
 time, costs the other one a system call at every operator of torch, all of which let go of it for a moment."""
 WAKE_S = 1.0
 """One step by itself costs twice as much to digest as one of many: code and data are cold each time."""
+LATEST_WAKE_S = 2 * WAKE_S
+"""Where nobody says when it suits."""
+LATE_STEPS = 8
+"""Steps beyond `flush_every` for which a good moment is waited for."""
+NEVER_NS = 1 << 62
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
 CLOSE_TIMEOUT_S = 10.0
 
@@ -139,6 +144,8 @@ class Worker:
         self._next_sample_s = self._started_s + FIRST_SAMPLE_S
         self._queue: deque[Any] = deque([header])
         self._last_step = 0
+        self.due_ns = 0
+        """When the clock (`perf_counter_ns`) is past it, `wake` is welcome."""
         self._wake = threading.Event()
         self._is_closing = False
         self._idle = threading.Event()
@@ -154,7 +161,14 @@ class Worker:
             return
         self._queue.append(item)
         if num_queued == self._flush_every:  # short steps: so many may be lost, no more
+            self.due_ns = 0
+        elif num_queued == self._flush_every + LATE_STEPS:
             self._wake.set()
+
+    def wake(self) -> None:
+        """Now is a good moment to work: this thread will not need the interpreter for a while."""
+        self.due_ns = NEVER_NS
+        self._wake.set()
 
     @property
     def own_cpu_s(self) -> float:
@@ -207,7 +221,8 @@ class Worker:
             if is_closing and not self._queue:
                 return
             if len(self._queue) < self._flush_every:  # a loop of very short steps fills the queue faster than we wake
-                self._wake.wait(WAKE_S)
+                self.due_ns = time.perf_counter_ns() + round(WAKE_S * 1e9)
+                self._wake.wait(LATEST_WAKE_S)
                 self._wake.clear()
 
     def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> None:

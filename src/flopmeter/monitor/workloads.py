@@ -26,21 +26,23 @@ class Lengths(Struct, frozen=True):
     """The lengths; on a CPU the mask itself, to be summed in the background."""
     padded_to: int
     needs: Needs
+    known: dict[tuple[int, ...], Workload]
+    """Workloads by what they were padded to and the lengths."""
     version: int
     """Version of the tensor when it was seen: one that was written over since says nothing of this step."""
 
     def resolve(self) -> Workload | None:
         """Read it; None when the mask is no longer the one that was seen."""
         lengths = _sums(self.tensor)
-        key = (self.needs, self.padded_to, *lengths)
         if self.tensor._version != self.version:
             return None
-        known = _by_lengths.get(key)
-        if known is None:
-            if len(_by_lengths) >= MAX_SHAPES:
-                _by_lengths.clear()
-            known = _by_lengths[key] = Workload.of_lengths(lengths, self.padded_to, needs=self.needs)
-        return known
+        key = (self.padded_to, *lengths)
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= MAX_SHAPES:
+                self.known.clear()
+            found = self.known[key] = Workload.of_lengths(lengths, self.padded_to, needs=self.needs)
+        return found
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:
@@ -55,8 +57,6 @@ def _sums(tensor: torch.Tensor) -> list[int]:
         return (tensor.sum(1) if tensor.dim() == 2 else tensor).tolist()
     return (numbers.sum(1) if numbers.ndim == 2 else numbers).tolist()  # type: ignore[no-any-return]
 
-
-_by_lengths: dict[tuple[Any, ...], Workload] = {}
 
 Seen = Workload | Lengths | LateWorkload
 
@@ -87,6 +87,7 @@ class WorkloadReader:
         self._needs = needs
         self._telling: dict[tuple[str, ...], _Telling] = {}
         self._by_shape: dict[tuple[Any, ...], Workload] = {}
+        self._by_lengths: dict[tuple[int, ...], Workload] = {}
         self._seen: list[Seen] = []
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -128,7 +129,7 @@ class WorkloadReader:
 
     def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
         tensor = mask if mask.is_cpu else to_host(mask.sum(1))
-        return Lengths(tensor, padded_to, self._needs, tensor._version)
+        return Lengths(tensor, padded_to, self._needs, self._by_lengths, tensor._version)
 
     def take(self) -> list[Seen]:
         """What was seen since the last call."""

@@ -106,8 +106,8 @@ def split(marks: Sequence[int]) -> StepTime:
 def _totals_ns(marks: Sequence[int]) -> list[int]:
     """Time by phase, pauses last; a phase that still runs at the last mark has none from there on."""
     totals_ns = [0] * (PAUSE + 1)
-    for at in range(0, len(marks) - 2, 2):
-        totals_ns[marks[at + 1]] += marks[at + 2] - marks[at]
+    for begin_ns, phase, end_ns in zip(marks[::2], marks[1::2], marks[2::2], strict=False):
+        totals_ns[phase] += end_ns - begin_ns
     return totals_ns
 
 
