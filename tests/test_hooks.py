@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from flopmeter import TrainingMonitor, load_run, watch
 from flopmeter.flops.workload import Needs
 from flopmeter.monitor.device_time import DeviceTime
+from flopmeter.monitor.hooks import patch_loaders
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing.late import LateNumber
@@ -86,6 +89,56 @@ def test_the_batch_of_a_captured_step_is_not_looked_into() -> None:
         tracker.on_forward((torch.ones(2, 4),), {})
         assert len(tracker.workloads.take()) == (0 if device.is_capturing else 1)
     assert failures == []
+
+
+class Moment:
+    """A background that wants to be woken."""
+
+    due_ns = 0
+
+    def __init__(self) -> None:
+        self.num_woken = 0
+
+    def wake(self) -> None:
+        self.num_woken += 1
+        self.due_ns = 1 << 62
+
+
+def test_the_background_is_woken_where_the_backward_pass_begins_and_only_when_it_is_due() -> None:
+    tracker = StepTracker(lambda: None, lambda *_: None, lambda *_, **__: None)
+    moment = Moment()
+    tracker.background = moment  # type: ignore[assignment]
+    tracker.on_forward((), {})
+    tracker.on_optimizer()
+    assert moment.num_woken == 0
+    for _ in range(3):
+        tracker.on_backward(None)
+        tracker.on_backward_end()
+    assert moment.num_woken == 1
+
+
+def test_a_forked_process_marks_nothing() -> None:
+    loader = DataLoader(range(3))
+    waits: list[str] = []
+
+    class Listener:
+        def on_wait(self) -> None:
+            waits.append("wait")
+
+        def on_batch(self) -> None:
+            waits.append("batch")
+
+    undo = patch_loaders(Listener(), lambda iterator: True)
+    try:
+        list(loader)
+        assert waits == ["wait", "batch"] * 4  # three batches, and the end
+        child = os.fork()
+        if child == 0:
+            list(loader)
+            os._exit(0 if len(waits) == 8 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        undo()
 
 
 def test_a_finished_run_leaves_nothing_for_the_interpreters_end(

@@ -474,6 +474,16 @@ def test_reduced_logging_halves_the_calls_to_wandb(tmp_path: Path, monkeypatch: 
     assert counted == [40, 20]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
+def test_a_mask_of_any_dtype_tells_the_lengths(dtype: torch.dtype) -> None:
+    reader = WorkloadReader(Needs())
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=dtype)
+    reader.see((), {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask})
+    found = resolve(reader.take())
+    assert found is not None
+    assert (found.tokens, found.tokens_processed, found.pairs_causal) == (4, 8, 6 + 1)  # 1 + 2 + 3 pairs, and 1
+
+
 def test_a_mask_that_is_written_over_before_it_was_read_leaves_the_step_without_a_count() -> None:
     reader = WorkloadReader(Needs())
     buffer = torch.ones(2, 8, dtype=torch.long)

@@ -180,6 +180,40 @@ def test_the_queue_of_the_training_thread_is_bounded(tmp_path: Path, monkeypatch
     assert worker.num_dropped == 90
 
 
+def has_written(tmp_path: Path, num_steps: int) -> bool:
+    end_s = time.monotonic() + 30
+    while len(load_run(tmp_path)) < num_steps:
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_it_works_when_somebody_says_that_it_suits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "WAKE_S", 3600.0)
+    monkeypatch.setattr(worker_module, "LATEST_WAKE_S", 3600.0)
+    worker = make(tmp_path, flush_every=10)
+    assert worker.drain(5.0)
+    for item in range(10):
+        worker.put(item)
+    assert worker.due_ns > time.perf_counter_ns()  # ten steps may be lost: it is in no hurry
+    worker.put(10)
+    assert worker.due_ns < time.perf_counter_ns()
+    worker.wake()
+    assert has_written(tmp_path, 11)
+    worker.close()
+
+
+def test_it_works_by_itself_where_nobody_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "LATEST_WAKE_S", 3600.0)
+    worker = make(tmp_path, flush_every=10)
+    assert worker.drain(5.0)
+    for item in range(12):
+        worker.put(item)
+    assert has_written(tmp_path, 12)
+    worker.close()
+
+
 def test_a_thread_that_is_behind_does_not_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make(tmp_path, flush_every=10)
     rests: list[float] = []

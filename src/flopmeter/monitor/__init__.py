@@ -144,6 +144,7 @@ class TrainingMonitor:
         if model is self._model:
             return
         self._model = self._steps.model = model
+        self._steps.next_look = 0
         source = FlopSource([model, *others], self.config, self._event)
         self._tracker.source = self._digest.source = source
         self._tracker.workloads = WorkloadReader(source.needs)

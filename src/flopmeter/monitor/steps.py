@@ -19,6 +19,9 @@ from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
 
+LOOK_AGAIN = 8
+"""Steps until a measurement that was due and did not begin is tried again; in estimate mode none ever does."""
+
 
 class Steps:
     """Makes the record of each step and hands it over once the device has caught up with it.
@@ -126,4 +129,7 @@ class Steps:
         if has_more or num_steps < WARMUP_STEPS:
             self.next_look = num_steps + 1
         else:
-            self.next_look = min(num_steps + every - num_steps % every, effort.schedule.next_step)
+            measuring = effort.schedule.next_step
+            if measuring <= num_steps:
+                measuring = num_steps + LOOK_AGAIN
+            self.next_look = min(num_steps + every - num_steps % every, measuring)

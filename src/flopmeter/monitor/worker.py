@@ -33,8 +33,6 @@ WAKE_S = 1.0
 """One step by itself costs twice as much to digest as one of many: code and data are cold each time."""
 LATEST_WAKE_S = 2 * WAKE_S
 """Where nobody says when it suits."""
-LATE_STEPS = 8
-"""Steps beyond `flush_every` for which a good moment is waited for."""
 NEVER_NS = 1 << 62
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
 CLOSE_TIMEOUT_S = 10.0
@@ -162,7 +160,7 @@ class Worker:
         self._queue.append(item)
         if num_queued == self._flush_every:  # short steps: so many may be lost, no more
             self.due_ns = 0
-        elif num_queued == self._flush_every + LATE_STEPS:
+        elif num_queued == self._flush_every + 1:  # and nobody had a good moment
             self._wake.set()
 
     def wake(self) -> None:

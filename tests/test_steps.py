@@ -1,0 +1,128 @@
+"""What is done at the end of which step: a record on every one, the rest when it is due."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flopmeter.config import MonitorConfig
+from flopmeter.dataset_metrics import DatasetMetrics
+from flopmeter.monitor.digest import NOTHING, StepRecord
+from flopmeter.monitor.effort import Effort
+from flopmeter.monitor.schedule import WARMUP_STEPS
+from flopmeter.monitor.steps import Steps
+from flopmeter.monitor.tracker import StepTracker
+from flopmeter.timing.late import LateNumber
+
+
+class Loop:
+    """Steps of a loop that nobody runs: their records are kept."""
+
+    def __init__(self, details_every: int = 50) -> None:
+        self.records: list[StepRecord] = []
+        self.failures: list[str] = []
+        self.tracker = StepTracker(lambda: None, self.note_failure, lambda *_, **__: None)
+        config = MonitorConfig.load({"monitoring": {"mfu_calculation_mode": "estimate"}})
+        self.effort = Effort(config, None, self.tracker.clock, lambda *_, **__: None, lambda: 0.0)
+        self.datasets = DatasetMetrics(1)
+        put = self.records.append
+        self.steps = Steps(self.tracker, self.effort, self.datasets, details_every, put, self.note_failure)
+
+    def note_failure(self, where: str, error: Exception) -> None:
+        self.failures.append(f"{where}: {error}")
+
+    def train(self, num_steps: int, **values: Any) -> None:
+        for _ in range(num_steps):
+            self.tracker.on_forward((), {})
+            self.tracker.on_optimizer()
+            self.tracker.on_optimizer_end()
+            if values:
+                self.steps.tell({"loss": None, "grad_norm": None, **values})
+
+
+def test_the_first_steps_are_marked_as_warm_up() -> None:
+    loop = Loop()
+    loop.train(10)
+    loop.steps.flush()
+    assert [record.marks for record in loop.records] == [("warmup",)] * WARMUP_STEPS + [()] * (10 - WARMUP_STEPS)
+    assert [record.index for record in loop.records] == list(range(10))
+
+
+def test_what_came_together_by_dataset_goes_with_every_so_manieth_step() -> None:
+    loop = Loop(details_every=4)
+    for _ in range(10):
+        loop.datasets.update("web", torch.tensor(2.0))
+        loop.train(1)
+    loop.steps.flush()
+    assert [record.index + 1 for record in loop.records if record.datasets is not None] == [4, 8]
+
+
+def test_a_step_waits_for_what_the_loop_says_of_it_until_the_next_one_ends() -> None:
+    loop = Loop()
+    loop.train(1)
+    assert loop.records == []
+    loop.steps.tell({"step": 1, "loss": None, "grad_norm": None})
+    assert [record.values["step"] for record in loop.records] == [1]
+    loop.train(2)
+    assert [record.values for record in loop.records[1:]] == [NOTHING]
+
+
+def test_what_is_said_before_the_optimizer_steps_belongs_to_the_running_step() -> None:
+    loop = Loop()
+    loop.steps.tell({"step": 1, "loss": None, "grad_norm": None})
+    loop.train(1)
+    assert [record.values["step"] for record in loop.records] == [1]
+
+
+class Event:
+    """An event that the device has not passed yet."""
+
+    has_passed = False
+
+    def query(self) -> bool:
+        return self.has_passed
+
+
+def test_records_keep_their_order_while_the_device_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    loop, event = Loop(), Event()
+    loop.train(1, step=1, loss=LateNumber(torch.zeros(()), event, []))
+    loop.train(1, step=2)
+    assert loop.records == []
+    event.has_passed = True
+    loop.train(1, step=3)
+    assert [record.values["step"] for record in loop.records] == [1, 2, 3]
+
+
+def test_a_wish_of_the_background_is_seen_at_the_next_step() -> None:
+    loop = Loop()
+    loop.train(11)  # tried in vain after 3 and 11: an estimate measures nothing
+    asked: list[int] = []
+    loop.effort.begin_step = lambda source, model, num_steps: asked.append(num_steps)  # type: ignore[method-assign]
+    loop.train(1)
+    assert asked == []
+    loop.effort.sampling.plan.next_step = 0
+    loop.train(1)
+    assert asked == [13]
+
+
+def test_a_failure_is_told_and_does_not_come_out() -> None:
+    loop = Loop()
+
+    def fail(record: StepRecord) -> None:
+        raise OSError("planted")
+
+    loop.steps.put = fail
+    loop.train(2)
+    assert loop.failures == ["the end of a step: planted"]
+
+
+def test_switched_off_it_makes_no_more_records() -> None:
+    loop = Loop()
+    loop.steps.switch_off()
+    loop.train(3)
+    loop.steps.flush()
+    assert loop.records == []
+    assert loop.steps.num_steps == 0
