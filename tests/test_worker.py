@@ -193,14 +193,19 @@ def test_it_works_when_somebody_says_that_it_suits(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(worker_module, "WAKE_S", 3600.0)
     monkeypatch.setattr(worker_module, "LATEST_WAKE_S", 3600.0)
     worker = make(tmp_path, flush_every=10)
+    for item in range(10):
+        worker.put(item)
     assert worker.drain(5.0)
     for item in range(10):
         worker.put(item)
+    end_s = time.monotonic() + 30
+    while worker.due_ns < time.perf_counter_ns() and time.monotonic() < end_s:  # it has done its first round
+        time.sleep(0.01)
     assert worker.due_ns > time.perf_counter_ns()  # ten steps may be lost: it is in no hurry
     worker.put(10)
     assert worker.due_ns < time.perf_counter_ns()
     worker.wake()
-    assert has_written(tmp_path, 11)
+    assert has_written(tmp_path, 20)  # ten at a time
     worker.close()
 
 
@@ -210,7 +215,7 @@ def test_it_works_by_itself_where_nobody_does(tmp_path: Path, monkeypatch: pytes
     assert worker.drain(5.0)
     for item in range(12):
         worker.put(item)
-    assert has_written(tmp_path, 12)
+    assert has_written(tmp_path, 10)
     worker.close()
 
 
