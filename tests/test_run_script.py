@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -508,6 +509,24 @@ def measure(tmp_path: Path) -> Iterator[Callable[[Callable[[], None]], Run]]:
 
     yield measured
     program.finish()
+
+
+def test_an_optimizer_that_the_program_lets_go_is_gone(measure: Callable[[Callable[[], None]], Run]) -> None:
+    found: list[Any] = []
+
+    def train() -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())  # its state is twice the model
+        for _ in range(10):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        found.append(weakref.ref(optimizer))
+        del optimizer
+        gc.collect()
+        found.append(found[0]())
+
+    assert len(measure(train)) == 8  # two steps to understand the loop
+    assert found[1] is None
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -31,8 +31,8 @@ class Session:
     """
 
     def __init__(self, found: Discovery, output_dir: str, config: dict[str, Any], keeper: Keeper) -> None:
-        self.last_told: Any = None
-        """The optimizer that was last to tell of its step by a hook of its own."""
+        self.last_told: Callable[[], Any] = lambda: None
+        """Gives the optimizer that was last to tell of its step by a hook of its own, and does not keep it alive."""
         self._keeper = keeper
         self._is_over = False
         self._rule = StepRule(found.cycle)
@@ -54,7 +54,7 @@ class Session:
         key, reference = key_of(optimizer), weakref.ref(optimizer)
 
         def on_end() -> None:
-            self.last_told = reference()
+            self.last_told = reference
             self._keeper.guarded(self._take_turn, key)
 
         follow_optimizer(optimizer, self._marks, on_end)
@@ -88,7 +88,6 @@ class Session:
     def finish(self) -> str:
         """Close the record and say in a line what was found."""
         self._is_over = True
-        self.last_told = None
         self._loaders.remove()
         summary = self._monitor.finish_training()
         mfu, step_s = summary.get("perf/mfu"), summary.get("step_time_median_s")

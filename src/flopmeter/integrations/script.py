@@ -70,7 +70,7 @@ class Program:
     def on_optimizer_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped."""
         self.num_optimizer_steps += 1
-        if self._session is None or self._session.last_told is not optimizer:
+        if self._session is None or self._session.last_told() is not optimizer:
             self.guarded(self._take, optimizer)
 
     def on_skipped(self, optimizer: Any) -> None:
