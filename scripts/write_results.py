@@ -29,6 +29,7 @@ COUNTERS = {
     "6n": "6N",
 }
 VARIANTS = {
+    "baseline": ("a plain loop against itself", "朴素循环与自身相比"),
     "flopmeter estimate": ("flopmeter estimate", "flopmeter estimate"),
     "flopmeter smart": ("flopmeter smart, measured steps included", "flopmeter smart（含被测步）"),
     "flopmeter profiler": ("flopmeter profiler, every 50 steps", "flopmeter profiler，每 50 步一次"),
@@ -87,7 +88,7 @@ def overhead(language: str) -> str:
             f"{found[key]['steps_per_s']:.1f}",
             _or_dash(found[key].get("median_mfu"), "{:.1%}"),
             _or_dash(found[key]["ms_per_measurement"], "{:.0f}"),
-            _or_dash(found[key]["extra_memory_mb"], "{:.0f} MB"),
+            _or_dash(None if key == "baseline" else found[key]["extra_memory_mb"], "{:.0f} MB"),
             _or_dash(found[key].get("flop_error"), "{:.2%}"),
         )
         for key, names in VARIANTS.items()
@@ -252,13 +253,20 @@ def ranks(language: str) -> str:
     return table(heads[language], rows)
 
 
+SECOND = {
+    "python": "`python`",
+    "a thread that sleeps": "`python` with a thread that sleeps",
+    "flopmeter run": "`flopmeter run`",
+}
+
+
 def run_script(language: str) -> str:
     """What `flopmeter run` adds to a program."""
     found = load("run_script")
     heads = {"en": ("`flopmeter run` beside `python`", "more"), "zh": ("`flopmeter run` 相对 `python`", "增加")}
     rows = [(f"a step of {found['in_turns']['step_s'] * 1e3:.0f} ms", _more(found["in_turns"]))]
     for name, pair in found["two_processes"].items():
-        rows.append((f"`python` and `{name}`, two processes, {found['num_pairs']} pairs", _more(pair)))
+        rows.append((f"`python` and {SECOND[name]}, two processes, {found['num_pairs']} pairs", _more(pair)))
     watched = found["two_processes"]["flopmeter run"]
     rows += [
         (
