@@ -334,7 +334,8 @@ def in_short(language: str) -> str:
             "- 计数：Llama-3-405B 的一个训练步只用形状，{:.1f} 秒，{:.0f} MB。\n"
             "- Trace：占比与 HolisticTraceAnalysis 一致，快 {:.1f} 到 {:.1f} 倍，内存少 {:.1f} 到 {:.1f} 倍。\n"
             "- 报告：{:,} 步用 {:.0f} 秒和 {:.0f} MB，页面 {:.1f} MB。\n"
-            "- `flopmeter run` 相对 `python`：钩子使每步增加 {}；整个进程 {}，而两个普通进程相差 {}；理解训练循环 {:.0f} 毫秒。\n"
+            "- `flopmeter run` 相对 `python`：钩子使每步增加 {}；整个进程 {}，而两个普通进程相差 {}；"
+            "理解训练循环 {:.0f} 毫秒。\n"
             "- 每 50 步一次的 rank 统计，CPU 时间占一步的比例：{}。\n"
         ),
     }
