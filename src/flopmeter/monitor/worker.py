@@ -29,8 +29,9 @@ STEPS_AT_ONCE, BREATH_S = 64, 1e-4
 """Steps digested before the interpreter is left to the training thread, and for how long: with no time between, this
 thread has it again before the other one is awake. Not fewer: a thread that waits for the interpreter, up to 5 ms each
 time, costs the other one a system call at every operator of torch, all of which let go of it for a moment."""
-WAKE_S = 1.0
-"""One step by itself costs twice as much to digest as one of many: code and data are cold each time."""
+WAKE_S = 0.5
+"""One step by itself costs twice as much to digest as one of many: code and data are cold each time. Not longer: ranks
+tell each other of intervals as they are digested, and of two at once only the second would be seen."""
 LATEST_WAKE_S = 2 * WAKE_S
 """Where nobody says when it suits."""
 NEVER_NS = 1 << 62
