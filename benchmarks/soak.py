@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flopmeter import TrainingMonitor, load_run, watch
 
-BENCHMARK_VERSION = 1
+BENCHMARK_VERSION = 2
 ALL_SINKS = ("console", "tensorboard", "prometheus", "wandb")
 QUICK_SINKS = ("console", "tensorboard")
 """The others take half a second or more to open and close, fifty times over."""
@@ -111,6 +111,12 @@ def usage() -> dict[str, int]:
     return {"rss": process.memory_info().rss, "files": process.num_fds(), "threads": process.num_threads()}
 
 
+def wait_for(is_done: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not is_done() and time.monotonic() < end_s:
+        time.sleep(0.05)
+
+
 def train(loop: Loop, monitor: TrainingMonitor, num_steps: int) -> list[dict[str, int]]:
     """Train, and look at the process now and then."""
     every = max(1, num_steps // NUM_SAMPLES)
@@ -120,24 +126,22 @@ def train(loop: Loop, monitor: TrainingMonitor, num_steps: int) -> list[dict[str
         monitor.log_step(step, 0, loss, None, 1e-3)
         if step == START_STEPS:
             monitor.latest(wait_s=10.0)  # digested, they make it ask for its first profile, whose thread stays
+            wait_for(lambda: monitor._ranks is None or monitor._ranks.exchange.mailbox is not None)
         if step % every == 0:
             samples.append({"step": step, **usage()})
     return samples
 
 
 def growth(samples: list[dict[str, int]]) -> dict[str, Any]:
-    """What happened to the process once it had settled."""
+    """What happened to the process once it had settled. Medians: a file that is read and closed again is not growth."""
     settled = samples[int(len(samples) * SETTLED) :]
+    halves = settled[: len(settled) // 2], settled[len(settled) // 2 :]
     slope = statistics.linear_regression([s["step"] for s in settled], [s["rss"] for s in settled]).slope
     return {
         "rss_bytes_per_step": slope,
         "rss_mb": [round(s["rss"] / 1e6, 1) for s in samples[:: len(samples) // 8]],
-        **{kind: [max(s[kind] for s in part) for part in halves(settled)] for kind in ("files", "threads")},
+        **{kind: [statistics.median_low(s[kind] for s in half) for half in halves] for kind in ("files", "threads")},
     }
-
-
-def halves(samples: list[dict[str, int]]) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
-    return samples[: len(samples) // 2], samples[len(samples) // 2 :]
 
 
 def record_of(folder: Path, num_steps: int) -> dict[str, Any]:
@@ -156,10 +160,8 @@ def wait_for_sinks(monitor: TrainingMonitor) -> None:
     monitor.log_metrics({"soak/start": 1.0}, step=0)
     assert monitor._worker is not None
     monitor._worker.drain(10.0)
-    end_s = time.monotonic() + 60
     waiting = [sink for sink in monitor._worker._sinks if not sink.takes_every_step]
-    while any(sink._num_taken == 0 for sink in waiting) and time.monotonic() < end_s:
-        time.sleep(0.05)
+    wait_for(lambda: all(sink._num_taken for sink in waiting))
 
 
 def run_steps(folder: Path, num_steps: int, sinks: tuple[str, ...]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from flopmeter import distributed as distributed_module
+from flopmeter.config.sections import Distributed
+from flopmeter.distributed import Ranks
 from flopmeter.distributed import exchange as exchange_module
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.distributed.exchange import Exchange, Greeting, Plan
@@ -412,6 +415,31 @@ def join_fake_job() -> Iterator[Callable[[int, int], None]]:
 
     yield join
     dist.destroy_process_group()
+
+
+def test_steps_that_end_while_a_packet_waits_go_into_the_next_one(
+    join_fake_job: Callable[[int, int], None], mailboxes: Callable[[], Mailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join_fake_job(1, 2)
+    monkeypatch.setattr(distributed_module, "MOST_STEPS", 6)
+    ranks = Ranks(None, Distributed(statistics_every=2, statistics_s=0.5), lambda: 0, lambda *_, **__: None, "cpu")
+    is_answering = threading.Event()
+    monkeypatch.setattr(ranks.exchange, "_connect", lambda: mailboxes() if is_answering.wait(20) else None)
+
+    def told() -> dict[str, float]:
+        return row(mailboxes().read(["packet/1"])[0])
+
+    ranks.exchange.start()
+    for number in range(10):  # 0 and 1 are a packet, 2 to 7 take its place, 8 and 9 wait for it to leave
+        ranks.add(rank_step(number))
+    is_answering.set()
+    until(lambda: mailboxes().has(["packet/1"]) and told()["interval"] == 2)
+    assert (told()["num_steps"], told()["last_step"]) == (6, 7)
+    until(lambda: not ranks.exchange.is_behind)
+    ranks.add(rank_step(10))
+    until(lambda: told()["interval"] == 3)
+    assert (told()["num_steps"], told()["last_step"]) == (3, 10)
+    ranks.close(0.1)
 
 
 def mlp() -> nn.Sequential:

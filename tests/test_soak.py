@@ -72,9 +72,14 @@ def script() -> ModuleType:
 
 
 def test_growth_is_told_in_bytes_a_step(script: ModuleType) -> None:
-    # 1,000 bytes a step after a jump in the first half, and a file more in the last quarter.
+    # 1,000 bytes a step after a jump in the first half; a file more in the last quarter; once, a thread for a moment.
     samples = [
-        {"step": step, "rss": 1000 * step + (5_000_000 if step > 10 else 0), "files": 3 + (step > 36), "threads": 2}
+        {
+            "step": step,
+            "rss": 1000 * step + (5_000_000 if step > 10 else 0),
+            "files": 3 + (step > 32),
+            "threads": 2 + (step == 35),
+        }
         for step in range(1, 41)
     ]
     grown = script.growth(samples)

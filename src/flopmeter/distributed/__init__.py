@@ -39,6 +39,8 @@ logger = logging.getLogger("flopmeter")
 
 PATIENCE_S = 1.0
 """What rank 0 gives the others' last packets at the end of the run."""
+MOST_STEPS = 4096
+"""While a packet waits to be sent, the interval after it grows to this many steps at most, then takes its place."""
 
 
 class Emit(Protocol):
@@ -126,7 +128,9 @@ class Ranks:
             return
         interval = self._interval
         interval.add(step)
-        if interval.num_steps >= self._every and interval.seconds >= self._at_least_s:
+        if interval.num_steps < self._every or interval.seconds < self._at_least_s:
+            return
+        if not self.exchange.is_behind or interval.num_steps >= MOST_STEPS:
             self.exchange.post(self._packed())
             self._interval = self._new_interval(interval.index + 1)
 

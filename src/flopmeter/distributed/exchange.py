@@ -104,6 +104,11 @@ class Exchange:
         if self._first_step_s is None:
             self._first_step_s = time.monotonic()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a packet waits to be sent."""
+        return self._packet is not None and self._thread.is_alive()
+
     def post(self, packet: bytes) -> None:
         """Hand over what this rank has to say; it takes the place of a packet that has not left yet."""
         self._packet = packet
