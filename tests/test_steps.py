@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flopmeter import watch
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.monitor.digest import NOTHING, StepRecord
@@ -74,6 +77,33 @@ def test_what_is_said_before_the_optimizer_steps_belongs_to_the_running_step() -
     loop.steps.tell({"step": 1, "loss": None, "grad_norm": None})
     loop.train(1)
     assert [record.values["step"] for record in loop.records] == [1]
+
+
+class Text(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(4, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return (self.embedding(input_ids).sum(-1) * attention_mask).sum()
+
+
+def test_steps_that_wait_for_the_background_are_out_of_the_garbage_collectors_sight(tmp_path: Path) -> None:
+    model, ids = Text(), torch.ones(2, 3, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records: list[StepRecord] = []
+    with watch(model, optimizer, output_dir=tmp_path) as monitor:
+        monitor._steps.put = records.append
+        for step in range(1, 21):
+            loss = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            loss.backward()
+            optimizer.step()
+            monitor.log_step(step, 0, loss, loss.detach(), 1e-3)
+        gc.collect()  # a tuple of numbers is let go of when it is first looked at
+        steady = records[WARMUP_STEPS:]
+        assert len(steady) == 20 - WARMUP_STEPS
+        parts = [part for record in steady for part in (record, record.clock, record.values, record.seen, *record.seen)]
+        assert [part for part in parts if gc.is_tracked(part)] == []
 
 
 class Event:

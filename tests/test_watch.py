@@ -474,14 +474,16 @@ def test_reduced_logging_halves_the_calls_to_wandb(tmp_path: Path, monkeypatch: 
     assert counted == [40, 20]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
-def test_a_mask_of_any_dtype_tells_the_lengths(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("lengths", "padded_to"), [((3, 1), 4), ((3001, 259), 4096)])
+def test_a_mask_of_any_dtype_tells_the_lengths(dtype: torch.dtype, lengths: tuple[int, int], padded_to: int) -> None:
     reader = WorkloadReader(Needs())
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=dtype)
-    reader.see((), {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask})
+    mask = torch.stack([(torch.arange(padded_to) < length).to(dtype) for length in lengths])
+    reader.see((), {"input_ids": torch.zeros(2, padded_to, dtype=torch.long), "attention_mask": mask})
     found = resolve(reader.take())
     assert found is not None
-    assert (found.tokens, found.tokens_processed, found.pairs_causal) == (4, 8, 6 + 1)  # 1 + 2 + 3 pairs, and 1
+    assert (found.tokens, found.tokens_processed) == (sum(lengths), 2 * padded_to)
+    assert found.pairs_causal == sum(length * (length + 1) // 2 for length in lengths)
 
 
 def test_a_mask_that_is_written_over_before_it_was_read_leaves_the_step_without_a_count() -> None:

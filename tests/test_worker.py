@@ -259,6 +259,26 @@ def test_an_item_that_cannot_be_digested_costs_only_itself(tmp_path: Path, caplo
     assert "a step was not recorded" in caplog.text
 
 
+def test_steps_that_are_digested_together_die_together(tmp_path: Path) -> None:
+    happened: list[str] = []
+
+    class Mortal(int):
+        def __del__(self) -> None:
+            happened.append("dead")
+
+        def __mod__(self, other: int) -> int:  # the digest asks whether it is even
+            happened.append("digested")
+            return int(self) % other
+
+    worker = make(tmp_path)
+    worker.drain(5.0)
+    for item in (1, 2, 3):
+        worker._queue.append(Mortal(item))  # not `put`: the last of them may ring the bell
+    assert worker.drain(5.0)
+    assert happened == ["digested"] * 3 + ["dead"] * 2  # the third one is known as the last step
+    worker.close()
+
+
 def test_closing_twice_is_fine_and_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     worker = make(tmp_path)

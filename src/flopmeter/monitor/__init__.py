@@ -278,7 +278,7 @@ class TrainingMonitor:
                 "loss": loss if loss is None else self._numbers.take(loss),
                 "grad_norm": grad_norm if grad_norm is None else self._numbers.take(grad_norm),
                 "skip_wandb": skip_wandb,
-                "extra": extra,
+                "extra": extra or None,
             })  # fmt: skip
         except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
             self._note_failure("log_step", error)

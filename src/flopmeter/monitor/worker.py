@@ -27,11 +27,10 @@ FREE_LOGS = 500
 """Logs that a sink gets whatever they cost: short runs are logged as asked."""
 STEPS_AT_ONCE, BREATH_S = 64, 1e-4
 """Steps digested before the interpreter is left to the training thread, and for how long: with no time between, this
-thread has it again before the other one is awake. Not fewer: a thread that waits for the interpreter, up to 5 ms each
-time, costs the other one a system call at every operator of torch, all of which let go of it for a moment."""
+thread has it again before the other one is awake. Not fewer: each change of hands takes several system calls."""
 WAKE_S = 0.5
 """One step by itself costs twice as much to digest as one of many: code and data are cold each time. Not longer: ranks
-tell each other of intervals as they are digested, and of two at once only the second would be seen."""
+tell each other of intervals as they are digested, and `latest` knows what has been."""
 LATEST_WAKE_S = 2 * WAKE_S
 """Where nobody says when it suits."""
 NEVER_NS = 1 << 62
@@ -256,14 +255,16 @@ class Worker:
         num_lines = 0
         logs: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
         while self._queue and num_lines < self._flush_every:
-            item = self._queue.popleft()
-            try:
-                self._deliver(item, logs)
-            except Exception as error:  # noqa: BLE001 - one bad step must not end the record
-                logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
-            num_lines += 1
-            if num_lines % STEPS_AT_ONCE == 0:
+            if num_lines:
                 time.sleep(BREATH_S)
+            items = [self._queue.popleft() for _ in range(min(STEPS_AT_ONCE, len(self._queue)))]
+            for item in items:
+                try:
+                    self._deliver(item, logs)
+                except Exception as error:  # noqa: BLE001 - one bad step must not end the record
+                    logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
+            num_lines += len(items)
+            del item, items  # together: whenever a tensor dies, whoever waits for the interpreter wakes up for nothing
         for sink in self._sinks:
             if sink.name in logs:
                 sink.log(logs[sink.name])

@@ -17,9 +17,11 @@ _VALUES_MATTER = (
 )  # fmt: skip
 _BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
 MAX_SHAPES = 512
+FEW = 256
+"""Numbers that Python adds up in about the time that it takes to hand them to numpy."""
 
 
-class Lengths(Struct, frozen=True):
+class Lengths(Struct, frozen=True, gc=False):
     """A padded batch of text: how long each sample is, on its way to the host. Made on every step."""
 
     tensor: torch.Tensor
@@ -48,14 +50,22 @@ class Lengths(Struct, frozen=True):
 def _sums(tensor: torch.Tensor) -> list[int]:
     """Of each row, or the numbers themselves.
 
-    By numpy: an operator of torch lets go of the interpreter, and whoever wants it back makes every operator of the
-    training thread slower until it has it.
+    By Python where they are few, else by numpy: an operator of torch, and the way to numpy too, let go of the
+    interpreter for a moment, and a training thread that waits for it wakes up for nothing each time.
     """
+    if tensor.dim() == 2 and tensor.numel() <= FEW:
+        return [sum(row) for row in tensor.tolist()]
     try:
         numbers = tensor.numpy()
     except (RuntimeError, TypeError):  # there is no numpy, or it does not know the dtype
-        return (tensor.sum(1) if tensor.dim() == 2 else tensor).tolist()
-    return (numbers.sum(1) if numbers.ndim == 2 else numbers).tolist()  # type: ignore[no-any-return]
+        return (_row_sums(tensor) if tensor.dim() == 2 else tensor).tolist()
+    exact = "f8" if numbers.dtype.kind == "f" else None
+    return (numbers.sum(1, dtype=exact) if numbers.ndim == 2 else numbers).tolist()  # type: ignore[no-any-return]
+
+
+def _row_sums(mask: torch.Tensor) -> torch.Tensor:
+    """On its device. In half precision a sum beyond a few hundred would be rounded."""
+    return mask.sum(1, dtype=torch.float32 if mask.is_floating_point() else None)
 
 
 Seen = Workload | Lengths | LateWorkload
@@ -128,12 +138,13 @@ class WorkloadReader:
             self._seen = [self._lengths(mask, mask.shape[1])]
 
     def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
-        tensor = mask if mask.is_cpu else to_host(mask.sum(1))
+        tensor = mask if mask.is_cpu else to_host(_row_sums(mask))
         return Lengths(tensor, padded_to, self._needs, self._by_lengths, tensor._version)
 
-    def take(self) -> list[Seen]:
+    def take(self) -> tuple[Seen, ...]:
         """What was seen since the last call."""
-        seen, self._seen = self._seen, []
+        seen = tuple(self._seen)
+        self._seen.clear()
         return seen
 
 

@@ -64,12 +64,12 @@ class PhaseClock:
         if len(self._marks) > MAX_MARKS:
             self._marks[:] = _shortened(self._marks)
 
-    def take(self, now_ns: int | None = None) -> list[int]:
+    def take(self, now_ns: int | None = None) -> tuple[int, ...]:
         """Close the step and give its marks, for `split`; the phase that runs goes on into the next one."""
         marks = self._marks
         if now_ns is None:
             now_ns = self._now_ns()
-        taken = [*marks, now_ns]
+        taken = (*marks, now_ns)
         marks[:] = now_ns, marks[-1]
         return taken
 
