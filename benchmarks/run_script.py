@@ -1,18 +1,17 @@
 """What does `flopmeter run` cost beside `python` on the same program?
 
-    python benchmarks/run_script.py [--steps 4000] [--pairs 8] [--short]
+    python benchmarks/run_script.py [--steps 4000] [--pairs 24] [--short]
 
 `a step`: one process under `flopmeter run` trains two steps with the hooks that it finds on model, optimizer and
 backward pass, and two without, in turn; the figure is the median difference to the plain step of the same turn, with
 its standard error. Measured steps and their turns are left out.
 
-`two processes`: one under each command, a few steps at a time in turn, several pairs. As many pairs run under `python`
-both, for two processes that do the same differ by a percent or two, by where their memory lies; and as many in which
-the second one has a thread that does nothing but sleep, for that alone changes where memory lies. Mean over the pairs
-of the median difference, after the first 20 steps. glibc is told to keep freed memory: else a step takes 0 to 1,300
-page faults, by luck, which is up to 4 % of it. `measured steps` is what observed and profiled ones took beyond an
-ordinary step, spread over all; `the first 20 steps` is what it takes to understand the loop and to observe it for the
-first time. The losses of a pair must be equal.
+`two processes`: one under each command, a few steps at a time in turn, many pairs. As many pairs run under `python`
+both, for two processes that do the same differ by a percent or two, by where their memory lies: only many pairs tell
+more. Mean over the pairs of the median difference, after the first 20 steps. glibc is told to keep freed memory: else a
+step takes 0 to 1,300 page faults, by luck, which is up to 4 % of it. `measured steps` is what observed and profiled
+ones took beyond an ordinary step, spread over all; `the first 20 steps` is what it takes to understand the loop and to
+observe it for the first time. The losses of a pair must be equal.
 
 `start-up` is the wall time of programs that train nothing. flopmeter is byte-compiled, as pip leaves it. One torch
 thread. The last line printed is JSON.
@@ -40,18 +39,13 @@ from rich.table import Table
 import flopmeter
 from flopmeter import load_run
 
-BENCHMARK_VERSION = 5
+BENCHMARK_VERSION = 6
 START_STEPS = 20
+START_PAIRS = 8
 BLOCK, SHORT_BLOCK = 4, 2
-PAIR_STEPS = 160
+PAIR_STEPS = 84
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 COMMANDS = {"python": [], "flopmeter run": ["-m", "flopmeter", "run", "--quiet", "-o"]}
-SLEEPER = "a thread that sleeps"
-SECONDS = {"python": ("python", ""), SLEEPER: ("python", """
-import threading, time
-threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
-"""), "flopmeter run": ("flopmeter run", "")}  # fmt: skip
-"""The second of two processes: its command, and what comes before the program. The first is a plain `python`."""
 EMPTY = {"an empty program": "pass", "a program that imports torch": "import torch"}
 TRAINING = """
 import json, sys, time
@@ -160,10 +154,10 @@ class Training:
         return float(answer)
 
 
-def make_script(folder: Path, before: str = "") -> Path:
+def make_script(folder: Path) -> Path:
     folder.mkdir(parents=True)
     script = folder / "train.py"
-    script.write_text(before + TRAINING)
+    script.write_text(TRAINING)
     return script
 
 
@@ -191,12 +185,12 @@ def train_in_turns(folder: Path, num_steps: int) -> dict[str, float]:
     }
 
 
-def train_pair(folder: Path, num_steps: int, command: str, before: str) -> dict[str, float]:
+def train_pair(folder: Path, num_steps: int, command: str) -> dict[str, float]:
     """What a step takes more in the second of two processes; raises when the losses differ."""
     records = [folder / f"record{number}" for number in range(2)]
     runs = [
         Training("python", records[0], make_script(folder / "first")),
-        Training(command, records[1], make_script(folder / "second", before)),
+        Training(command, records[1], make_script(folder / "second")),
     ]
     for turn in range(num_steps // BLOCK):
         for run in runs[:: 1 if turn % 2 else -1]:
@@ -265,20 +259,20 @@ def _more(times: dict[str, float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4000, help="of the process that trains with and without hooks")
-    parser.add_argument("--pairs", type=int, default=8, help="of processes, and as many more of each control")
+    parser.add_argument("--pairs", type=int, default=24, help="of processes, and as many more under python both")
     parser.add_argument("--short", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
     num_pairs, num_steps = (2, 40) if arguments.short else (arguments.pairs, arguments.steps)
     compileall.compile_dir(Path(flopmeter.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        starts = start_up(folder, num_pairs)
+        starts = start_up(folder, min(num_pairs, START_PAIRS))
         in_turns = train_in_turns(folder / "turns", num_steps)
-        pairs: dict[str, list[dict[str, float]]] = {name: [] for name in SECONDS}
+        pairs: dict[str, list[dict[str, float]]] = {command: [] for command in COMMANDS}
         for number in range(num_pairs):
-            for name, found in pairs.items():
+            for command, found in pairs.items():
                 size = 24 if arguments.short else PAIR_STEPS
-                found.append(train_pair(folder / f"{name}{number}", size, *SECONDS[name]))
+                found.append(train_pair(folder / f"{command}{number}", size, command))
     means = {name: together(found) for name, found in pairs.items()}
     show(starts, in_turns, means)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": version("torch")}

@@ -253,20 +253,13 @@ def ranks(language: str) -> str:
     return table(heads[language], rows)
 
 
-SECOND = {
-    "python": "`python`",
-    "a thread that sleeps": "`python` with a thread that sleeps",
-    "flopmeter run": "`flopmeter run`",
-}
-
-
 def run_script(language: str) -> str:
     """What `flopmeter run` adds to a program."""
     found = load("run_script")
     heads = {"en": ("`flopmeter run` beside `python`", "more"), "zh": ("`flopmeter run` 相对 `python`", "增加")}
     rows = [(f"a step of {found['in_turns']['step_s'] * 1e3:.0f} ms", _more(found["in_turns"]))]
-    for name, pair in found["two_processes"].items():
-        rows.append((f"`python` and {SECOND[name]}, two processes, {found['num_pairs']} pairs", _more(pair)))
+    for command, pair in found["two_processes"].items():
+        rows.append((f"`python` and `{command}`, two processes, {found['num_pairs']} pairs", _more(pair)))
     watched = found["two_processes"]["flopmeter run"]
     rows += [
         (
