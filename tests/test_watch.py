@@ -266,6 +266,7 @@ def test_nothing_is_read_from_the_device(tmp_path: Path) -> None:
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids))
         loss.backward()
         optimizer.step()
+        monitor.update_dataset_metrics(["web", "code"], loss, torch.zeros(2, 5, 9, device="meta"), labels=ids)
         monitor.log_step(step, 0, loss, loss.detach(), 0.1, attention_mask=torch.ones_like(ids))
     assert monitor._num_failures == 0
     monitor.finish_training()
@@ -286,6 +287,33 @@ def test_a_loss_that_is_no_number_is_recorded_as_it_is(tmp_path: Path, loss: flo
     run = load_run(tmp_path)
     assert str(run.column("training/loss")[0]) == str(loss)
     assert list(run.step) == [1, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "accuracy"),
+    [({}, 1.0), ({"dataset_labels_shifted": False}, 0.0), ({"log_dataset_metrics": False}, None)],
+)
+def test_each_dataset_has_its_loss_and_accuracy_in_the_record(
+    tmp_path: Path, settings: dict[str, bool], accuracy: float | None
+) -> None:
+    labels = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0]])
+    logits = nn.functional.one_hot(1 - labels, 2).float()  # each position names what comes after it
+    section = "wandb" if "log_dataset_metrics" in settings else "monitoring"
+    config = {**CONFIG, "monitoring": {**CONFIG["monitoring"], "detail_every": 2, "dataset_metrics_every": 1}}
+    config[section] = {**config.get(section, {}), **settings}
+    with TrainingMonitor(tmp_path, config) as monitor:
+        for step, (web_loss, code_loss) in enumerate([(1.0, 4.0), (3.0, 8.0)], start=1):
+            monitor.update_dataset_metrics(["web", "code"], torch.tensor([web_loss, code_loss]), logits, labels)
+            monitor.log_step(step, 0, 1.0, None, None)
+    run = load_run(tmp_path)
+    found = {key: values[1] for key, values in run.columns.items() if key.startswith("dataset/")}
+    if accuracy is None:
+        assert found == {}
+    else:
+        assert found == {
+            "dataset/web/loss": 2.0, "dataset/web/accuracy": accuracy, "dataset/web/samples": 2,
+            "dataset/code/loss": 6.0, "dataset/code/accuracy": accuracy, "dataset/code/samples": 2,
+        }  # fmt: skip
 
 
 def test_own_events_evaluations_and_metrics_are_recorded(tmp_path: Path) -> None:

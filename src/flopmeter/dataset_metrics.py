@@ -10,8 +10,8 @@ that varies (drawn from a generator of our own): were it always the tenth, a loa
 would show some of them never. A batch is one call of `update`; with gradient accumulation, a micro-batch.
 
 Accuracy: predictions are compared with labels as they stand. Logits (N, C) answer for labels (N). Logits (N, S, C) at
-position t answer for the label at t + 1, as Hugging Face's causal models shift them (`shift_labels=False` for masked
-language models and token classification). Labels of -100 do not count. A loss is a mean over samples, an accuracy
+position t answer for the label at t + 1, as Hugging Face's causal models shift them (`shift_labels=False`, in settings
+`dataset_labels_shifted`, for masked language models and token classification). Labels of -100 do not count. A loss is a mean over samples, an accuracy
 over labels.
 """
 

@@ -160,6 +160,8 @@ class Monitoring(Section):
     """Send the gradient norm and `perf/*` to the sinks every so many steps; the run file has every step."""
     dataset_metrics_every: Steps = 10
     """Look at the loss and accuracy per dataset in one batch of so many; they are sent every `detail_every` steps."""
+    dataset_labels_shifted: Switch = True
+    """Accuracy per dataset: logits answer for the next position's label; false for masked models and token classes."""
     flush_every: Steps = 200
     """Write the run file to disk at least every so many steps."""
     flush_s: Seconds = 5.0

@@ -123,7 +123,8 @@ class TrainingMonitor:
         self._ranks: Ranks | None = None
         self._effort = Effort(self.config, flops_profile_freq, self._clock, self._event, self._threads_s)
         self._digest = Digest(self.config, self._effort.note_step, self._effort.share)
-        self._datasets = DatasetMetrics(self.config.monitoring.dataset_metrics_every)
+        own = self.config.monitoring
+        self._datasets = DatasetMetrics(own.dataset_metrics_every, shift_labels=own.dataset_labels_shifted)
         self._steps = Steps(
             self._tracker, self._effort, self._datasets, self.config.details_every, self._put, self._note_failure
         )
