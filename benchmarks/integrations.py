@@ -1,10 +1,11 @@
-"""Do the callbacks report the MFU that a loop instrumented by hand reports, on the same model in the same minute?
+"""Do `flopmeter run` and the callbacks report the MFU that a loop instrumented by hand reports, on the same model?
 
     python benchmarks/integrations.py
     python benchmarks/integrations.py --short
 
-A tiny Llama is trained on the same batches by a plain loop with `TrainingMonitor`, by a Hugging Face Trainer, by a
-Lightning Trainer and by a loop with Accelerate, each with its integration. Rounds are interleaved, so that a machine
+A tiny Llama is trained on the same batches by a plain loop with `TrainingMonitor`, by a plain loop that knows nothing
+of flopmeter, under `flopmeter run`, by a Hugging Face Trainer, by a Lightning Trainer and by a loop with Accelerate,
+each with its integration. Rounds are interleaved, so that a machine
 that slows down slows all of them; the ratio to the plain loop is taken within a round, and its median is reported. A
 framework spends time of its own in a step, which belongs into its MFU: so what flopmeter says is also held against a
 clock outside of it, over the same steps (`mfu_over_clock`, which must be 1 within 2 %). `model_flop` must be equal.
@@ -17,6 +18,8 @@ import json
 import logging
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from flopmeter import TrainingMonitor, __version__, load_run
 
-BENCHMARK_VERSION = 1
+BENCHMARK_VERSION = 2
 VOCABULARY, LENGTH, BATCH, WARMUP = 512, 64, 4, 5
 CONFIG = {"monitoring": {"sinks": [], "peak_flop_per_s": 1e12, "flops_profile_freq": 0}}
 
@@ -68,6 +71,29 @@ def by_hand(folder: Path, steps: int, hidden: int) -> Marks:
             optimizer.zero_grad()
             monitor.log_step(step, loss=loss)
             marks.append(perf_counter())
+    return marks
+
+
+def plain(marks_file: Path, steps: int, hidden: int) -> None:
+    """The program that `flopmeter run` measures: the loop of `by_hand` without a monitor."""
+    model, marks = make_model(hidden), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for batch in DataLoader(Tokens(steps * BATCH), BATCH):
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(perf_counter())
+    marks_file.write_text(json.dumps(marks))
+
+
+def by_run(folder: Path, steps: int, hidden: int) -> Marks:
+    settings, marks_file = folder / "settings.yaml", folder / "marks.json"
+    settings.write_text(json.dumps(CONFIG))  # JSON is YAML
+    command = ["-m", "flopmeter", "run", "--quiet", "-o", str(folder), "--config", str(settings), __file__]
+    program = ["--plain", str(marks_file), "--steps", str(steps), "--hidden", str(hidden)]
+    subprocess.run([sys.executable, *command, *program], check=True)
+    marks: Marks = json.loads(marks_file.read_text())
     return marks
 
 
@@ -157,6 +183,7 @@ def by_accelerate(folder: Path, steps: int, hidden: int) -> Marks:
 
 WAYS: dict[str, Callable[[Path, int, int], Marks]] = {
     "by_hand": by_hand,
+    "run": by_run,
     "transformers": by_transformers,
     "lightning": by_lightning,
     "accelerate": by_accelerate,
@@ -169,10 +196,13 @@ def measure(way: str, steps: int, hidden: int) -> dict[str, float]:
         marks = WAYS[way](Path(folder), steps, hidden)
         run = load_run(folder)
     flop = run.column("perf/model_flop")[-1]
-    num_steps = len(run) - WARMUP
+    num_steps = len(run) - WARMUP  # `flopmeter run` has none of the steps in which it came to understand the loop
     own_s = sum(run.column("perf/step_time")[WARMUP:])
+    # The only pauses are those in which flopmeter samples.
     pauses = [event for event in run.events if event["event"] == "pause" and event["after_step"] >= WARMUP]
-    clock_s = marks[-1] - marks[WARMUP - 1] - sum(event["duration_s"] for event in pauses)  # flopmeter's own sampling
+    clock_s = (
+        marks[-1] - marks[-1 - num_steps] - sum(event["duration_s"] for event in pauses)
+    )
     mfu, clock_mfu = (flop * num_steps / wall_s / 1e12 for wall_s in (own_s, clock_s))
     return {"model_flop": flop, "mfu": mfu, "clock_mfu": clock_mfu, "steps": len(run)}
 
@@ -201,9 +231,13 @@ def main() -> None:
         "--short", "--quick", action="store_true", help="a few steps of a small model, to see that it runs"
     )
     parser.add_argument(
-        "--ways", default=",".join(WAYS), help="of by_hand (always), transformers, lightning, accelerate"
+        "--ways", default=",".join(WAYS), help="of by_hand (always), run, transformers, lightning, accelerate"
     )
+    parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.plain:
+        plain(arguments.plain, arguments.steps, arguments.hidden)
+        return
     if arguments.short:
         arguments.steps, arguments.rounds, arguments.hidden = 12, 1, 32
     warnings.simplefilter("ignore")
