@@ -200,9 +200,7 @@ def measure(way: str, steps: int, hidden: int) -> dict[str, float]:
     own_s = sum(run.column("perf/step_time")[WARMUP:])
     # The only pauses are those in which flopmeter samples.
     pauses = [event for event in run.events if event["event"] == "pause" and event["after_step"] >= WARMUP]
-    clock_s = (
-        marks[-1] - marks[-1 - num_steps] - sum(event["duration_s"] for event in pauses)
-    )
+    clock_s = marks[-1] - marks[-1 - num_steps] - sum(event["duration_s"] for event in pauses)
     mfu, clock_mfu = (flop * num_steps / wall_s / 1e12 for wall_s in (own_s, clock_s))
     return {"model_flop": flop, "mfu": mfu, "clock_mfu": clock_mfu, "steps": len(run)}
 
