@@ -25,7 +25,7 @@ from flopmeter.distributed.blocking import Blocking
 from flopmeter.distributed.exchange import Exchange, Greeting, Plan
 from flopmeter.distributed.layout import layout_of
 from flopmeter.distributed.mailbox import Mailbox
-from flopmeter.distributed.packet import FIELDS, PACKET_BYTES, Interval, RankStep, Table, split, unpack
+from flopmeter.distributed.packet import FIELDS, NO_PACKET, PACKET_BYTES, Interval, RankStep, Table, split, unpack
 from flopmeter.distributed.starvation import Starvation
 from flopmeter.distributed.stragglers import SUSTAINED, SUSTAINED_IF_STARVED, Straggler, StragglerWatch
 from flopmeter.distributed.summary import MAX_LISTED, MISSED_S, Heard, JobScale, describe, metrics_of, scale_of
@@ -415,6 +415,24 @@ def join_fake_job() -> Iterator[Callable[[int, int], None]]:
 
     yield join
     dist.destroy_process_group()
+
+
+def test_nothing_is_said_of_the_ranks_before_all_have_spoken_or_the_run_is_over(
+    join_fake_job: Callable[[int, int], None],
+) -> None:
+    join_fake_job(0, 2)
+    events: list[dict[str, Any]] = []
+    ranks = Ranks(None, Distributed(), lambda: 0, lambda event, metrics=None, **fields: events.append(fields), "cpu")
+    slow = packet(rank_step(phase_s=[0.0, 0.0, 0.9, 0.5, 0.0, 0.0]), index=1)
+    ranks._on_packets(unpack([packet(rank_step(), index=1), NO_PACKET], 2))
+    assert events == []
+    ranks._on_packets(unpack([packet(rank_step(), index=2), slow], 2))
+    assert [event["stats"]["own_s"]["argmax"] for event in events] == [1]
+    last = Interval(index=2)
+    last.add(rank_step())
+    silent = Ranks(None, Distributed(), lambda: 0, lambda event, metrics=None, **fields: events.append(fields), "cpu")
+    silent._on_packets(unpack([last.pack(is_last=True), NO_PACKET], 2))
+    assert [event["stats"]["own_s"]["argmax"] for event in events] == [1, 0]
 
 
 def test_steps_that_end_while_a_packet_waits_go_into_the_next_one(

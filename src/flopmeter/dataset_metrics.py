@@ -11,8 +11,8 @@ would show some of them never. A batch is one call of `update`; with gradient ac
 
 Accuracy: predictions are compared with labels as they stand. Logits (N, C) answer for labels (N). Logits (N, S, C) at
 position t answer for the label at t + 1, as Hugging Face's causal models shift them (`shift_labels=False`, in settings
-`dataset_labels_shifted`, for masked language models and token classification). Labels of -100 do not count. A loss is a mean over samples, an accuracy
-over labels.
+`dataset_labels_shifted`, for masked language models and token classification). Labels of -100 do not count. A loss is a
+mean over samples, an accuracy over labels.
 """
 
 from __future__ import annotations

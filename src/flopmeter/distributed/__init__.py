@@ -196,6 +196,8 @@ class Ranks:
 
     def _on_packets(self, table: Table) -> None:
         heard = self._heard.update(table, time.monotonic())
+        if not heard.is_complete and table["is_last"][0] != 1:
+            return  # a spread over some of the ranks would name the wrong one
         fields = describe(table, heard.is_missing)
         self._emit("ranks", metrics_of(fields), **fields)
         for rank in fields["missing"]:

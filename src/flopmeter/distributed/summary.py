@@ -41,6 +41,8 @@ class News(NamedTuple):
     """By rank: it has said nothing new for long, though rank 0 went on."""
     is_all_new: bool
     """Whether every rank that still takes part has said something new since this was last true."""
+    is_complete: bool
+    """Whether every rank that still takes part has said something at all."""
 
 
 class Heard:
@@ -73,7 +75,8 @@ class Heard:
         )
         if is_all_new:
             self._used = numbers
-        return News(is_missing, is_all_new)
+        is_complete = all(number > 0 or missing for number, missing in zip(numbers, is_missing, strict=True))
+        return News(is_missing, is_all_new, is_complete)
 
 
 def column(table: Table, name: str) -> list[float]:
