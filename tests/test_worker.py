@@ -272,11 +272,28 @@ def test_steps_that_are_digested_together_die_together(tmp_path: Path) -> None:
 
     worker = make(tmp_path)
     worker.drain(5.0)
-    for item in (1, 2, 3):
-        worker._queue.append(Mortal(item))  # not `put`: the last of them may ring the bell
+    worker._queue.extend([Mortal(1), Mortal(2), Mortal(3)])  # at once: the thread cannot come in between
     assert worker.drain(5.0)
     assert happened == ["digested"] * 3 + ["dead"] * 2  # the third one is known as the last step
     worker.close()
+
+
+def test_no_more_lines_than_the_settings_say_wait_for_the_disk(tmp_path: Path) -> None:
+    worker = make(tmp_path, flush_every=10)
+    worker.drain(5.0)
+    lines: list[int] = []
+    flush = worker._writer.flush
+
+    def note_and_flush() -> bool:
+        lines.append(worker._writer._pending.count(b"\n"))
+        return flush()
+
+    worker._writer.flush = note_and_flush  # type: ignore[method-assign]
+    worker._queue.extend(range(95))
+    assert worker.drain(5.0)
+    worker.close()
+    assert sum(lines) == 95
+    assert max(lines) == 10
 
 
 def test_closing_twice_is_fine_and_leaves_no_thread(tmp_path: Path) -> None:

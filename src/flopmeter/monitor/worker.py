@@ -30,7 +30,7 @@ STEPS_AT_ONCE, BREATH_S = 64, 1e-4
 thread has it again before the other one is awake. Not fewer: each change of hands takes several system calls."""
 WAKE_S = 0.5
 """One step by itself costs twice as much to digest as one of many: code and data are cold each time. Not longer: ranks
-tell each other of intervals as they are digested, and `latest` knows what has been."""
+tell each other of intervals as they are digested, and `latest` knows no others."""
 LATEST_WAKE_S = 2 * WAKE_S
 """Where nobody says when it suits."""
 NEVER_NS = 1 << 62
@@ -218,7 +218,8 @@ class Worker:
                 self._idle.set()
             if is_closing and not self._queue:
                 return
-            if len(self._queue) < self._flush_every:  # a loop of very short steps fills the queue faster than we wake
+            is_behind = len(self._queue) >= self._flush_every  # short steps fill the queue faster than we wake
+            if not (is_behind or is_asked or is_closing):
                 self.due_ns = time.perf_counter_ns() + round(WAKE_S * 1e9)
                 self._wake.wait(LATEST_WAKE_S)
                 self._wake.clear()
@@ -257,13 +258,14 @@ class Worker:
         while self._queue and num_lines < self._flush_every:
             if num_lines:
                 time.sleep(BREATH_S)
-            items = [self._queue.popleft() for _ in range(min(STEPS_AT_ONCE, len(self._queue)))]
+            num_items = min(STEPS_AT_ONCE, len(self._queue), self._flush_every - num_lines)
+            items = [self._queue.popleft() for _ in range(num_items)]
             for item in items:
                 try:
                     self._deliver(item, logs)
                 except Exception as error:  # noqa: BLE001 - one bad step must not end the record
                     logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
-            num_lines += len(items)
+            num_lines += num_items
             del item, items  # together: whenever a tensor dies, whoever waits for the interpreter wakes up for nothing
         for sink in self._sinks:
             if sink.name in logs:
