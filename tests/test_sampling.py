@@ -136,6 +136,25 @@ def test_a_real_collection_is_seen_and_the_callback_goes_away() -> None:
     assert gc.callbacks == before
 
 
+def test_only_collections_in_ordinary_steps_are_the_loops(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"monitoring": {"sinks": [], "peak_flop_per_s": 1e12}}
+    gc.disable()
+    try:
+        with watch(model, optimizer, config=settings, output_dir=tmp_path):
+            for _ in range(10):
+                model(torch.ones(2, 4)).sum().backward()
+                gc.collect()
+                optimizer.step()
+    finally:
+        gc.enable()
+    run = load_run(tmp_path)
+    # Three steps warm up, the fourth is the observed one; the background digests the ten at once.
+    assert sorted(run.marks) == [0, 1, 2, 3]
+    assert sum(event["num"] for event in run.events if event["event"] == "gc") == 6
+
+
 def steps(sampling: Sampling, mfu: float, num: int, first: int = 1) -> None:
     for number in range(first, first + num):
         sampling.note_step({"perf/step_time": 0.1, "perf/mfu": mfu, "global_step": number})

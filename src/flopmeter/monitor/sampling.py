@@ -47,7 +47,7 @@ class Sampling:
         self._interval: list[tuple[float, float | None]] = []
         self._interval_start = 0
         self._last_reason: str | None = None
-        self._is_first = True
+        self._is_listening = False
         # Estimate mode promises to measure nothing.
         self.is_on = settings.profile_steps and settings.mfu_calculation_mode != "estimate"
         if not self.is_on:
@@ -55,16 +55,13 @@ class Sampling:
 
     def start_run(self) -> None:
         """The run begins."""
-        self._garbage.start()
+        self._is_listening = True
         if self.is_on:
             profiler_guard.watch()  # here, where a search for profilers under way costs no step
 
     def note_step(self, metrics: Mapping[str, float]) -> None:
         """An ordinary step was digested."""
         step_s = metrics["perf/step_time"]
-        if self._is_first:
-            self._is_first = False
-            self._garbage.take()  # what building the model and warming up left behind is not the loop's
         slower = self.plan.note_step(step_s)
         if slower is not None:
             self._warn(
@@ -76,6 +73,13 @@ class Sampling:
         self._interval.append((step_s, metrics.get("perf/mfu")))
         if len(self._interval) >= self._every:
             self._end_interval()
+
+    def listen(self, *, is_ordinary: bool) -> None:
+        """A step begins. Collections in the warm-up and in measured steps are not the loop's."""
+        if is_ordinary and self._is_listening:
+            self._garbage.start()
+        else:
+            self._garbage.close()
 
     def start(self, model: nn.Module, num_steps: int) -> None:
         """Profile the step that begins now, unless somebody else's profiler is at work."""

@@ -125,6 +125,7 @@ class Steps:
             record.datasets = copied_to_host(self._datasets.take())
         if num_steps >= effort.schedule.next_step or num_steps >= self._sampling_plan.next_step:
             effort.begin_step(tracker.source, self.model, num_steps)
+        effort.sampling.listen(is_ordinary=num_steps >= WARMUP_STEPS and not effort.is_measuring)
         has_more = tracker.blocking is not None or tracker.device_time is not None or effort.is_measuring
         if has_more or num_steps < WARMUP_STEPS:
             self.next_look = num_steps + 1
