@@ -163,7 +163,8 @@ def _rows(runs: Sequence[Run]) -> tuple[Row, ...]:
 
 
 def _draws(run: Run, place: int) -> dict[str, list[float]]:
-    drawn = {name: redraw(ratio, f"{place} {name}") for name, ratio in ratios_of(run, run.steady()).items()}
+    # The same steps are drawn for every figure of a run: MFU and steps per second cannot come to different verdicts.
+    drawn = {name: redraw(ratio, f"{place}") for name, ratio in ratios_of(run, run.steady()).items()}
     return {name: draws for name, draws in drawn.items() if draws is not None}
 
 

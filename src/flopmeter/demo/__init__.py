@@ -10,7 +10,7 @@ import torch
 
 from flopmeter.demo.plants import PLANTS, Plant, find_plant
 from flopmeter.demo.ranks import train_on_ranks
-from flopmeter.demo.training import DemoResult, Planted, build, train
+from flopmeter.demo.training import MIN_STEPS, DemoResult, Planted, build, train
 from flopmeter.demo.workloads import WORKLOADS, WorkloadName, recipe_for
 from flopmeter.errors import ConfigError
 
@@ -40,7 +40,7 @@ def run_demo(
     *,
     workload: WorkloadName = "gpt",
     planted: Sequence[Planted] = (),
-    min_steps: int = 1,
+    min_steps: int = MIN_STEPS,
 ) -> DemoResult:
     """Train until `seconds` of training have passed.
 

@@ -20,6 +20,8 @@ from flopmeter.demo.workloads import LEARNING_RATE, Batch, Recipe, loss_of
 from flopmeter.monitor import TrainingMonitor
 
 WARMUP_STEPS, TIMED_STEPS = 3, 5
+MIN_STEPS = 10
+"""A shorter run has hardly a step after warm-up and count: nothing to show, however slow the machine."""
 ASK_EVERY = 10
 """Steps between two questions to rank 0 whether the time is over: asked at every step, it would be a fault itself."""
 

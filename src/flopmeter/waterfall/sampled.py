@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from flopmeter.waterfall.window import known, number
@@ -45,7 +45,7 @@ class Ordinary(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """An ordinary step as the sampled ones show it: medians over the latest of them."""
+    """An ordinary step as the sampled ones show it: medians over the latest of them, or the mean of a whole trace."""
 
     device: str
     """Whose time it is: "cpu" (operators) or "cuda" (kernels, and the device's idle time as gaps)."""
@@ -61,15 +61,19 @@ class Sampled:
     """Name, seconds (corrected) and calls of the longest operators of the latest sampled step."""
 
 
-def reduce_profiles(events: Sequence[Mapping[str, Any]], ordinary: Ordinary | None) -> Sampled | None:
+def reduce_profiles(
+    events: Sequence[Mapping[str, Any]], ordinary: Ordinary | None, *, are_all: bool = False
+) -> Sampled | None:
     """The sampled steps as one ordinary step; None when there is none that can be used.
 
     Args:
         ordinary: None when unknown, and then nothing is corrected.
+        are_all: Whether every step that is asked about was sampled, as in a trace: then the mean of all is no guess.
     """
-    usable = [event for event in events if _seconds(event)][-MAX_PROFILES:]
+    usable = [event for event in events if _seconds(event)][0 if are_all else -MAX_PROFILES :]
     if not usable:
         return None
+    middle = fmean if are_all else median
     profiles = [_seconds(event) for event in usable]
     surpluses_s = [_surplus_s(event, ordinary) for event in usable]
     corrected = [
@@ -84,7 +88,7 @@ def reduce_profiles(events: Sequence[Mapping[str, Any]], ordinary: Ordinary | No
     return Sampled(
         device="cuda" if usable[-1].get("device") == "cuda" else "cpu",
         num_profiles=len(profiles),
-        seconds={key: median(profile[key] for profile in corrected if key in profile) for key in keys},
+        seconds={key: middle([profile[key] for profile in corrected if key in profile]) for key in keys},
         uncertainty_s={key: median(values) for key, values in taken_off.items()},
         num_ops=median(known(event.get("num_ops") for event in usable) or [math.nan]),
         top=_top(usable[-1].get("top"), _kept(profiles[-1], corrected[-1])),

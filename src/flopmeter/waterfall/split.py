@@ -49,6 +49,8 @@ class Split:
     def sampled(self) -> Sampled | None:
         """The sampled steps of the window, else the nearest one outside it."""
         events = self.window.events("profile") or [self.window.latest("profile")]
+        if len(events) == len(self.window):
+            return reduce_profiles(events, None, are_all=True)
         return reduce_profiles(events, self._ordinary(events))
 
     def _ordinary(self, events: Sequence[Mapping[str, Any]]) -> Ordinary | None:
