@@ -128,10 +128,13 @@ def test_a_forked_process_marks_nothing() -> None:
         def on_batch(self) -> None:
             waits.append("batch")
 
+        def on_no_batch(self) -> None:
+            waits.append("end")
+
     undo = patch_loaders(Listener(), lambda iterator: True)
     try:
         list(loader)
-        assert waits == ["wait", "batch"] * 4  # three batches, and the end
+        assert waits == [*["wait", "batch"] * 3, "wait", "end"]
         child = os.fork()
         if child == 0:
             list(loader)

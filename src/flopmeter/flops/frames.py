@@ -6,6 +6,7 @@ are ignored at best), so all of its work belongs to the region's root.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.utils.hooks import RemovableHandle
+
+logger = logging.getLogger("flopmeter")
 
 Driver = Literal["token", "causal_pair", "full_pair", "other_pair", "patch", "patch_pair", "sample"]
 """What an operator's work grows with when the batch changes."""
@@ -160,11 +163,21 @@ class _EnterHook:
             return
         tracker = self.tracker
         outer = tracker.current()
+        try:
+            frame = self._frame(module, args, kwargs, outer)
+        except Exception as error:  # noqa: BLE001 - an input of an unusual kind must not stop the forward pass
+            logger.warning(
+                "what %s is called with cannot be read: %s: %s", self.path or "the model", type(error).__name__, error
+            )
+            frame = outer
+        tracker.push(frame)
+
+    def _frame(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Frame:
         starts = self.is_root and outer is NO_FRAME
-        batch = tracker.start_batch(args, kwargs, self.keeps_arguments) if starts else outer.batch
+        batch = self.tracker.start_batch(args, kwargs, self.keeps_arguments) if starts else outer.batch
         tensor = _first_tensor(args, kwargs)
         driver = _driver(tensor, batch, outer.driver if not starts else ("token" if batch.length else "sample"))
-        tracker.push(Frame(self.path, batch, driver, _needed_flop(module, tensor)))
+        return Frame(self.path, batch, driver, _needed_flop(module, tensor))
 
 
 @dataclass(eq=False, slots=True)

@@ -32,6 +32,12 @@ _MATRIX_WORDS = ("mm", "conv", "attention", "linear", "lstm", "gru", "rnn", "fft
 _KNOWN_NAMESPACES = frozenset(
     {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
 )
+_OPAQUE = frozenset({"DTensor", "NestedTensor"})
+"""Tensors that hold others: the operators on those arrive next, with the shapes that this rank computes."""
+MAX_PAIRS = 1 << 26
+"""Most pairs that a mask given as a function is asked about, evenly spread: more would take the device's time."""
+BAND_PAIRS = 1 << 22
+"""Of them at once: more would take the device's memory."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
 _ATTENTION_FAMILIES = frozenset({"attention", "packed_attention", "flash_attn", "flex_attention"})
@@ -128,11 +134,20 @@ class Observation:
             self._builds_graph.pop()
 
     def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """An operator has run. Whatever it is, the training code that called it goes on."""
         op = _name_of(func)
-        if op in _WRAPPERS:  # a compiled, checkpointed random operator comes wrapped with its random state
-            position = _WRAPPERS[op]
-            self._take(args[position], args[position + 1 :], kwargs, out[1] if position == 0 else out)
-            return
+        try:
+            if op in _WRAPPERS:  # a compiled, checkpointed random operator comes wrapped with its random state
+                position = _WRAPPERS[op]
+                self._take(args[position], args[position + 1 :], kwargs, out[1] if position == 0 else out)
+            else:
+                self._count(op, func, args, kwargs, out)
+        except Exception as error:  # noqa: BLE001 - a tensor of an unusual kind; the operator is listed, with the reason
+            if op not in self.uncounted:
+                logger.warning("%s could not be counted: %s: %s", op, type(error).__name__, error)
+            self.uncounted[op] = self.uncounted.get(op, 0) + 1
+
+    def _count(self, op: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.facts is not None:
             self.facts.see(op, args, out, self._is_in_optimizer)
         formula = formulas.find(op)
@@ -244,8 +259,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if types and any(t.__name__ == "DTensor" for t in types):
-            return NotImplemented  # the local operators arrive next, with the shapes this rank computes
+        if types and any(t.__name__ in _OPAQUE for t in types):
+            return NotImplemented
         out = func(*args, **kwargs)
         if self.is_quiet or os.getpid() != self._pid:
             return out  # in a data loader's worker, forked during the step
@@ -274,17 +289,29 @@ def _needed_gradients(node: Any, key_dim: int, value_dim: int) -> float:
 
 
 def _flex_pairs(bound: Mapping[str, Any]) -> Pairs | None:
-    """flex_attention says by a function which pairs count: ask it for every pair."""
+    """flex_attention says by a function which pairs count: ask it for every pair, a band of queries at a time."""
     block_mask, query, key = (bound.get(name) for name in ("block_mask", "query", "key"))
     if not (isinstance(block_mask, tuple) and callable(block_mask[-1])):
         return None
     assert isinstance(query, torch.Tensor)
     assert isinstance(key, torch.Tensor)
     num_blocks = next(item for item in block_mask if isinstance(item, torch.Tensor))
-    sizes = (*num_blocks.shape[:2], query.shape[-2], key.shape[-2])
-    index = torch.meshgrid(*(torch.arange(size, device=query.device) for size in sizes), indexing="ij")
-    allowed = block_mask[-1](*index)
-    return Pairs(is_attention=True, share=allowed.sum(dtype=torch.float64) / max(allowed.numel(), 1))
+    num_batches, num_heads, num_queries, num_keys = (*num_blocks.shape[:2], query.shape[-2], key.shape[-2])
+    pairs_a_row = max(num_batches * num_heads * num_keys, 1)
+    stride = max(1, num_queries * pairs_a_row // MAX_PAIRS)
+    num_rows = max(1, BAND_PAIRS // pairs_a_row)
+    rows = torch.arange(stride // 2, num_queries, stride, device=query.device)
+    batch, head, keys = (torch.arange(size, device=query.device) for size in (num_batches, num_heads, num_keys))
+    shares = [
+        # Each index has a dimension of its own: the function is written for single pairs, and torch spreads it.
+        _share(block_mask[-1](batch[:, None, None, None], head[:, None, None], band[:, None], keys)) * len(band)
+        for band in (rows[first : first + num_rows] for first in range(0, len(rows), num_rows))
+    ]
+    return Pairs(is_attention=True, share=torch.stack(shares).sum() / max(len(rows), 1))
+
+
+def _share(allowed: torch.Tensor) -> torch.Tensor:
+    return allowed.sum(dtype=torch.float64) / max(allowed.numel(), 1)
 
 
 def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,7 +131,9 @@ class TrainingMonitor:
         )
         self._num_failures = 0
         self._state = "new"
+        self._pid = os.getpid()
         self._is_failing = False
+        self._failure: str | None = None
         self._has_optimizer = optimizer is not None
         self._model: nn.Module | None = None
         if model is not None:
@@ -144,6 +147,11 @@ class TrainingMonitor:
         """Name the object that the loop calls, or all of them: forward passes are marked, steps measured."""
         if model is self._model:
             return
+        before = self._tracker.source
+        if before is not None:
+            before.stop()
+            if self._worker is not None:
+                self._worker.drain(DRAIN_S)  # the steps so far are the other model's
         self._model = self._steps.model = model
         self._steps.next_look = 0
         source = FlopSource([model, *others], self.config, self._event)
@@ -183,6 +191,7 @@ class TrainingMonitor:
         if self._state != "new":
             return
         self._state = "running"
+        self._pid = os.getpid()
         self._rank = my_rank()
         header = {**make_header(self._model, self.config), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
@@ -216,10 +225,12 @@ class TrainingMonitor:
             self._tracker.on_wait()
             try:
                 batch = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self._tracker.on_batch()
+            except BaseException as error:
+                self._tracker.on_no_batch()
+                if isinstance(error, StopIteration):
+                    return
+                raise
+            self._tracker.on_batch()
             yield batch
 
     @contextmanager
@@ -235,12 +246,12 @@ class TrainingMonitor:
         """Time something between steps (eval, checkpoint): it is lost time, not step time."""
         self.start_training()
         self._tracker.end_evaluation()
-        self._tracker.is_paused = True
+        self._tracker.num_pauses += 1
         try:
             with self._clock.pause() as lasted_s:
                 yield
         finally:
-            self._tracker.is_paused = False
+            self._tracker.num_pauses -= 1
             self._event("pause", name=name, duration_s=lasted_s())
 
     def log_step(
@@ -301,8 +312,8 @@ class TrainingMonitor:
     @_harmless
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send numbers of your own to the record and to all sinks, at once."""
-        number = self._digest.last_step if step is None else step
-        self._put(Log({"kind": "event", "event": "metrics", "step": number, "metrics": dict(metrics)}, number, metrics))
+        values = dict(metrics)
+        self._put(Log({"kind": "event", "event": "metrics", "step": step, "metrics": values}, values, step))
 
     @_harmless
     def log_evaluation(
@@ -315,15 +326,14 @@ class TrainingMonitor:
         """Record an evaluation, and send it to all sinks."""
         metrics = {"eval/loss": eval_loss} | ({} if eval_accuracy is None else {"eval/accuracy": eval_accuracy})
         metrics |= {f"eval/{name}": value for name, value in (additional_metrics or {}).items()}
-        self._put(Log({"kind": "event", "event": "evaluation", "step": step, "metrics": metrics}, step, metrics))
+        self._put(Log({"kind": "event", "event": "evaluation", "step": step, "metrics": metrics}, metrics, step))
 
     @_harmless
     def log_epoch(self, epoch: float, avg_loss: float, elapsed_time: float, current_step: int | None = None) -> None:
         """Record the end of an epoch, and send it to all sinks."""
-        number = self._digest.last_step if current_step is None else current_step
-        fields = {"epoch": epoch, "avg_loss": avg_loss, "elapsed_time": elapsed_time, "step": number}
+        fields = {"epoch": epoch, "avg_loss": avg_loss, "elapsed_time": elapsed_time, "step": current_step}
         metrics = {"epoch/loss": avg_loss, "epoch/seconds": elapsed_time, "training/epoch": epoch}
-        self._put(Log({"kind": "event", "event": "epoch", **fields}, number, metrics))
+        self._put(Log({"kind": "event", "event": "epoch", **fields}, metrics, current_step))
 
     @_harmless
     def save_logs(self) -> None:
@@ -336,7 +346,7 @@ class TrainingMonitor:
 
     def finish_training(self) -> dict[str, float]:
         """Close the run file with a summary, and give it. Safe to call twice."""
-        if self._state == "running":
+        if self._state == "running" and os.getpid() == self._pid:
             self._state = "finished"
             self._close()
             if self._at_exit is not None:
@@ -344,7 +354,7 @@ class TrainingMonitor:
         return self.summary()
 
     def summary(self) -> dict[str, float]:
-        """The run so far in a few numbers, from the job's record; nothing on a rank that does not keep it."""
+        """This start so far in a few numbers, from the job's record; nothing on a rank that does not keep it."""
         if self._rank != 0:
             return {}
         try:
@@ -352,7 +362,8 @@ class TrainingMonitor:
         except FlopmeterError as error:
             logger.warning("no summary: %s", error)
             return {}
-        return summarise(run.columns, run.steady())
+        started_at = run.header.started_at  # a restart appends: what was before it is another start's
+        return summarise(run.columns, [place for place in run.steady() if run.time[place] >= started_at])
 
     def latest(self, wait_s: float = 0.0) -> dict[str, float]:
         """`perf/*` over the steps since the last call, as far as they are digested; empty when none are.
@@ -370,6 +381,7 @@ class TrainingMonitor:
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         self._is_failing = failure is not None
+        self._failure = failure.__name__ if failure is not None else None
         self.finish_training()
 
     def _threads_s(self) -> float:
@@ -390,29 +402,56 @@ class TrainingMonitor:
 
         return sample
 
-    @_harmless
     def _close(self) -> None:
-        self._hooks.remove()
-        self._tracker.end_evaluation()
+        """End everything, each part for itself: whatever fails, the hooks are gone and the record is on disk."""
+        parts = (
+            self._hooks.remove, self._tracker.end_evaluation, self._stop_measuring, self._steps.flush,
+            self._tell_last, self._close_record, self._leave_pages,
+        )  # fmt: skip
+        for part in parts:
+            self._guarded(part)
+
+    def _guarded(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception as error:  # noqa: BLE001 - the program goes on; the reason is logged
+            logger.warning("closing the run: %s failed (%s: %s)", part.__name__, type(error).__name__, error)
+
+    def _stop_measuring(self) -> None:
+        """Nothing runs through a step any more, and batches are not looked into."""
+        self._tracker.workloads = None
+        if self._tracker.source is not None:
+            self._tracker.source.stop()
+        self._effort.sampling.close()
         if self._tracker.device_time is not None:
             self._tracker.device_time.close()
-        self._effort.sampling.close()
-        if self._tracker.source is not None:
-            self._tracker.source.abandon()
-        self._steps.flush()
+
+    def _tell_last(self) -> None:
+        """What is known only when every step is digested."""
         leftover = self._datasets.take()
         if leftover is not None:
-            self.log_metrics(dataset_values(leftover))
+            values = dataset_values(leftover)
+            self._put(Log({"kind": "event", "event": "metrics", "step": None, "metrics": values}, values))
         if self._worker is None:
             return
         self._worker.drain(DRAIN_S)
+        if self._tracker.source is not None:
+            self._tracker.source.close()
         if self._ranks is not None:
             self._ranks.close(0.0 if self._is_failing else PATIENCE_S)
-            self._worker.drain(DRAIN_S)
+        self._worker.drain(DRAIN_S)
+
+    def _close_record(self) -> None:
+        if self._worker is None:
+            return
         summary = {"kind": "summary", "time": time.time(), "num_steps": self.num_steps, "metrics": self.summary()}
+        if self._failure is not None:
+            summary["failure"] = self._failure
         self._worker.close([summary])
         if self._resources is not None:
             self._resources.close()
+
+    def _leave_pages(self) -> None:
         if self._rank == 0 and self.run_path.exists():
             run = load_run(self.run_path)
             write_training_log(run, self.log_path)
@@ -422,7 +461,7 @@ class TrainingMonitor:
     def _event(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
         """Write an event to the record; its `metrics` are what the sinks get of it."""
         line = {"kind": "event", "event": event, "time": time.time(), "after_step": self.num_steps, **fields}
-        self._put(line if metrics is None else Log(line, self._digest.last_step, metrics))
+        self._put(Log(line, metrics))
 
     def _join_job(self) -> None:
         """Take part in a job of several ranks, once there is a model and the run is on."""
@@ -442,6 +481,7 @@ class TrainingMonitor:
         off = ""
         if self._num_failures >= MAX_FAILURES:
             self._steps.switch_off()
+            self._guarded(self._stop_measuring)
             off = "; monitoring is now off"
         logger.warning("%s failed (%s: %s); training goes on%s", where, type(error).__name__, error, off)
 
@@ -488,7 +528,9 @@ def _finish_at_exit(monitor: TrainingMonitor) -> Callable[[], None]:
     def finish() -> None:
         alive = reference()
         if alive is not None and alive._state == "running" and os.getpid() == pid:
-            alive._is_failing = True  # or forgotten: either way nobody is waited for
+            error = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)  # what the interpreter ended with
+            alive._is_failing = error is not None
+            alive._failure = error.__name__ if error is not None else None
             alive.finish_training()
 
     return atexit.register(finish)

@@ -82,8 +82,10 @@ class Log(NamedTuple):
     """Something to record and send on at once."""
 
     line: Mapping[str, Any]
-    step: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] | None = None
+    """What the sinks get of it."""
+    step: int | None = None
+    """None: the last step before it in the queue."""
 
 
 class Delivery(NamedTuple):
@@ -118,6 +120,7 @@ class Digest:
         self.source: FlopSource | None = None
         self.ranks: Ranks | None = None
         self.last_step = 0
+        self._num_before = 0
         self._on_step = on_step
         self._overhead = overhead
         self._overhead_share = 0.0
@@ -131,7 +134,7 @@ class Digest:
 
     def __call__(self, item: StepRecord | Log) -> Delivery:
         if isinstance(item, Log):
-            return Delivery(item.line, item.step, item.metrics, item.metrics)
+            return self._placed(item)
         time_ = split(item.clock)
         peaks = self.source.peaks if self.source is not None else {}
         step = self._of_job(item, self._step(item, time_))
@@ -149,6 +152,16 @@ class Digest:
                 self._on_step(metrics)
         skipped = ("wandb",) if item.values.get("skip_wandb") else ()
         return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics, peaks), skipped)
+
+    def _placed(self, item: Log) -> Delivery:
+        """What happened between steps, under the loop's own numbers: those of a resumed run do not begin at 1."""
+        step = self.last_step if item.step is None else item.step
+        line = dict(item.line)
+        if "step" in line:
+            line["step"] = step
+        if "after_step" in line:
+            line["after_step"] += self._num_before
+        return Delivery(line, step, item.metrics, item.metrics)
 
     def latest(self) -> dict[str, float]:
         """The aggregate since the last call, from any thread; at most of the last `MAX_UNASKED` steps."""
@@ -207,6 +220,7 @@ class Digest:
     def _own_metrics(self, item: StepRecord, step_s: float) -> dict[str, float]:
         values = item.values
         self.last_step = values["step"] if "step" in values else self.last_step + 1
+        self._num_before = self.last_step - item.index - 1
         metrics: dict[str, float] = {"global_step": self.last_step}
         for key, name in (("training/epoch", "epoch"), ("training/lr", "lr")):
             if values.get(name) is not None:

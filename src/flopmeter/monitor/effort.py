@@ -47,6 +47,7 @@ class Effort:
         self._event = event
         self._threads_s = threads_s
         self._started_s = 0.0
+        self._phase: str | None = None
         self.schedule = self._make_schedule(phase=None)
         self.sampling = Sampling(config, self.schedule.interval_steps, event)
 
@@ -59,8 +60,11 @@ class Effort:
             self.sampling.plan.stop()
 
     def begin_phase(self, phase: str) -> None:
-        """Another phase of the training begins, with a frequency of its own."""
+        """Another phase of the training begins, with a frequency of its own. The same one again changes nothing."""
+        if phase == self._phase:
+            return
         before, self.schedule = self.schedule, self._make_schedule(phase)
+        self._phase = phase
         self.schedule.inherit(before)
         self._event("training_phase", phase=phase, interval_steps=self.schedule.interval_steps)
 
@@ -79,7 +83,10 @@ class Effort:
         with self._clock.pause() as lasted_s:
             if source is not None and is_counted:
                 record.marks = (*record.marks, source.kind)
-                source.finish(record.seen)
+                try:
+                    source.finish(record.seen)
+                except Exception as error:  # noqa: BLE001 - a model that cannot be counted is timed all the same
+                    source.give_up(error)
             else:
                 record.marks = (*record.marks, "profiled")
                 self.sampling.finish(num_steps, step_s)
@@ -94,9 +101,12 @@ class Effort:
             return
         run_s = time.monotonic() - self._started_s
         if source.measures and self.schedule.is_due(num_steps, run_s, self.own_ns / 1e9 + self._threads_s()):
-            source.start()
-            self.is_measuring = True
-        elif self.sampling.plan.is_due(num_steps, run_s, self.share() * run_s):
+            try:
+                source.start()
+            except Exception as error:  # noqa: BLE001 - as above
+                source.give_up(error)
+            self.is_measuring = source.is_measuring
+        if not self.is_measuring and self.sampling.plan.is_due(num_steps, run_s, self.share() * run_s):
             self.sampling.start(model, num_steps)
             self.is_measuring = True
 

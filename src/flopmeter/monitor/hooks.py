@@ -49,6 +49,7 @@ class WaitListener(Protocol):
 
     def on_wait(self) -> None: ...
     def on_batch(self) -> None: ...
+    def on_no_batch(self) -> None: ...
 
 
 class Listener(ForwardListener, WaitListener, Protocol):
@@ -247,19 +248,20 @@ def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Cal
     """Every DataLoader iterator fetches through one method: mark the waits for those that are ours, on this thread."""
     original = dataloader._BaseDataLoaderIter.__next__
     thread, num_forks = get_ident(), _num_forks
-    on_wait, on_batch = listener.on_wait, listener.on_batch
+    on_wait, on_batch, on_no_batch = listener.on_wait, listener.on_batch, listener.on_no_batch
 
     def fetch(iterator: Any) -> Any:
         if get_ident() != thread or _num_forks != num_forks or not is_ours(iterator):
             return original(iterator)
         on_wait()
         try:
-            return original(iterator)
+            batch = original(iterator)
         except BaseException as error:
+            on_no_batch()
             hide_frame(error)
             raise
-        finally:
-            on_batch()
+        on_batch()
+        return batch
 
     return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
 

@@ -48,7 +48,7 @@ class StepFlop(NamedTuple):
 class FlopSource:
     """Measures some steps and predicts the others.
 
-    `start`, `finish` and `abandon` are called on the training thread, `read_counters` in the background; `predict`,
+    `start`, `finish` and `stop` are called on the training thread, `read_counters` in the background; `predict`,
     `peaks` and `error` from any.
 
     Args:
@@ -70,6 +70,7 @@ class FlopSource:
         self._shapes: set[tuple[int, ...]] = set()
         self._facts: dict[str, Any] | None = None
         self._last_blocker: str | None = None
+        self._has_failed = False
         self.ranks: Ranks | None = None
         """The other ranks of the job: rank 0 measures for all that do the same work."""
         self.has_count = False
@@ -87,7 +88,7 @@ class FlopSource:
     @property
     def measures(self) -> bool:
         """Whether steps are measured at all in this mode, and on this rank."""
-        return self.mode != "estimate" and (self.ranks is None or self.ranks.measures)
+        return self.mode != "estimate" and not self._has_failed and (self.ranks is None or self.ranks.measures)
 
     @property
     def is_measuring(self) -> bool:
@@ -137,9 +138,9 @@ class FlopSource:
         assert measurement is not None
         measurement.stop()
         count = measurement.result(self._settings.convention)
-        self._known = {}  # replaced, not cleared: the background thread may be reading
         workload = resolve(seen)
         error = self._predictor.learn(count, workload) if self._predictor and workload else None
+        self._known = {}  # replaced, not cleared: the background thread may be reading
         self._find_peaks(count)
         self.has_count = True
         if self.ranks is not None and self.ranks.is_writer and workload:
@@ -148,6 +149,14 @@ class FlopSource:
         if isinstance(measurement, ObservedStep):
             self._facts = facts_of(measurement, count)
             self._tell_facts()
+
+    def give_up(self, error: Exception) -> None:
+        """Measuring has failed: no more steps are measured. What is known of the model goes on being used."""
+        self._has_failed = True
+        self.stop()
+        message = f"no more steps are measured, because measuring failed: {type(error).__name__}: {error}"
+        logger.warning("%s", message)
+        self._event("warning", message=message)
 
     def read_counters(self) -> None:
         """What the device's counters say. Called in the background: a source may take a second."""
@@ -171,11 +180,14 @@ class FlopSource:
         self._find_peaks(count)
         self.has_count = True
 
-    def abandon(self) -> None:
-        """The run ends in the middle of a measured step."""
+    def stop(self) -> None:
+        """The running step is measured no further. Safe to call when none is."""
         measurement, self._measurement = self._measurement, None
         if measurement is not None:
             measurement.stop()
+
+    def close(self) -> None:
+        """The run is over, and every step of it digested."""
         if self._facts is not None and self._facts["num_shapes"] != len(self._shapes):
             self._tell_facts()
         counters, self._counters = self._counters, None
@@ -192,13 +204,14 @@ class FlopSource:
         """FLOPs of a step with this workload, by the dtype names of the peak table."""
         if len(self._roots) > 1 and not self.has_count:
             return None  # several modules called in turn have no closed form together
-        known = self._known.get(workload)
+        by_workload = self._known  # a measurement that ends meanwhile must not find what was foretold without it
+        known = by_workload.get(workload)
         if known is None and self._predictor is not None:
             found, processed = self._predictor.predict(workload), self._predictor.predict(as_if_unpadded(workload))
             known = StepFlop(_short(found.model_flop), _short(found.hardware_flop), _short(processed.model_flop))
-            if len(self._known) >= MAX_KNOWN:
-                self._known = {}
-            self._known[workload] = known
+            if len(by_workload) >= MAX_KNOWN:
+                by_workload.clear()
+            by_workload[workload] = known
             self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
         return known
 
@@ -226,7 +239,7 @@ class FlopSource:
     def _make_predictor(self) -> Predictor | None:
         try:
             plan = plan_of(self._model)
-        except FlopmeterError as error:
+        except Exception as error:  # noqa: BLE001 - parameters that are not there yet, say; the run begins all the same
             logger.warning("no closed form for this model: %s", error)
             return None
         is_calibrated = self._settings.performance_monitoring.smart_mode.calibration_enabled

@@ -120,10 +120,10 @@ class Sampling:
         """The run is over, perhaps in the middle of a sampled step."""
         self.plan.stop()
         running, self.running = self.running, None
-        if running is not None:
-            running.stop()
         self._garbage.close()
         self._tell_garbage()
+        if running is not None:
+            running.stop()
 
     def _switch_off(self, error: Exception) -> None:
         self.plan.stop()

@@ -25,6 +25,7 @@ class Schedule:
         self.interval_steps = interval_steps
         self.budget = budget
         self._num_measured = 0
+        self._last_measured = 0
         self._measured_s = 0.0
         self._reading_s = 0.0
         self._may_skip = not measures_first
@@ -43,6 +44,9 @@ class Schedule:
         """Go on from the schedule of another phase of the same run: what it spent is spent."""
         self._num_measured, self._measured_s, self._reading_s = other._num_measured, other._measured_s, other._reading_s
         self._typical_s = other._typical_s
+        if other._num_measured:
+            self._may_skip, self._last_measured = True, other._last_measured
+            self.next_step = self._after(self._last_measured)
 
     def _after(self, step: int) -> int:
         return step + self.interval_steps if self.interval_steps else 1 << 62
@@ -80,4 +84,5 @@ class Schedule:
         self._reading_s += reading_s
         self._num_measured += 1
         self._may_skip = True
+        self._last_measured = num_steps
         self.next_step = self._after(num_steps)

@@ -43,8 +43,8 @@ class StepTracker:
         self.background: Worker | None = None
         self.finds_evaluation = True
         """Whether forward passes without gradients are taken for an evaluation."""
-        self.is_paused = False
-        """Somebody has said that this is a pause: what is loaded and evaluated in it belongs to it."""
+        self.num_pauses = 0
+        """Pauses that somebody has said we are in, one inside another: whatever is done in them belongs to them."""
         self.on_step: Callable[[int], None] = lambda now_ns: None
         """Called with the clock when a step has ended: the optimizer stepped after a forward pass. Must not raise."""
         self._on_start = on_start
@@ -63,7 +63,7 @@ class StepTracker:
         self._waiting_since: tuple[int, int] | None = None
 
     def on_wait(self) -> None:
-        if self.is_paused:
+        if self.num_pauses:
             return
         if self.is_evaluating:
             self.end_evaluation()
@@ -76,16 +76,25 @@ class StepTracker:
             self._waiting_since = perf_counter_ns(), thread_time_ns()
 
     def on_batch(self) -> None:
-        if not self.is_paused:
-            self._note((perf_counter_ns(), HOST_TO_DEVICE))
+        self._end_wait(HOST_TO_DEVICE, "host_to_device")
+
+    def on_no_batch(self) -> None:
+        """The loader has no more: what follows is the loop's, an end of epoch perhaps, and no copying."""
+        self._end_wait(OTHER, "other")
+
+    def _end_wait(self, phase: int, mark: str) -> None:
+        if not self.num_pauses:
+            self._note((perf_counter_ns(), phase))
             if self.device_time is not None:
-                self.device_time.mark("host_to_device")
+                self.device_time.mark(mark)
         if self._waiting_since is not None:
             wall_ns, cpu_ns = perf_counter_ns() - self._waiting_since[0], thread_time_ns() - self._waiting_since[1]
             self._waiting_since = None
             self.wait_cpu_share = min(1.0, cpu_ns / wall_ns) if wall_ns > 0 else None
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.num_pauses:  # an evaluation that keeps gradients on
+            return
         if self._is_first:
             self._begin()
         if self.is_evaluating:
@@ -111,10 +120,11 @@ class StepTracker:
         self._is_first = False
 
     def on_forward_end(self) -> None:
-        self._note((perf_counter_ns(), OTHER))  # not on the device: what the loss takes belongs to forward there
+        if not self.num_pauses:
+            self._note((perf_counter_ns(), OTHER))  # not on the device: what the loss takes belongs to forward there
 
     def on_evaluation(self) -> None:
-        is_known = self.is_paused or not self.finds_evaluation
+        is_known = self.num_pauses or not self.finds_evaluation
         if not self.is_evaluating and not is_known and not self._is_first:  # before a step it is start-up
             self.is_evaluating = True
             self._evaluating_since_ns = perf_counter_ns()
@@ -123,6 +133,10 @@ class StepTracker:
                 self.device_time.mark("pause")
 
     def on_backward(self, roots: Any) -> None:
+        if self.num_pauses:
+            return
+        if self.is_evaluating:  # the model was called without gradients in the middle of a step
+            self.end_evaluation()
         now_ns = perf_counter_ns()
         self._note((now_ns, BACKWARD))
         if self.background is not None and now_ns >= self.background.due_ns:
@@ -133,6 +147,8 @@ class StepTracker:
             self.blocking.on_backward(roots)
 
     def on_backward_end(self) -> None:
+        if self.num_pauses:
+            return
         if self.blocking is not None:
             self.blocking.on_backward_end()
         self._note((perf_counter_ns(), OTHER))
@@ -146,11 +162,15 @@ class StepTracker:
         self._has_stepped_in_backward = True
 
     def on_optimizer(self) -> None:
+        if self.num_pauses:
+            return
         self._note((perf_counter_ns(), OPTIMIZER))
         if self.device_time is not None:
             self.device_time.mark("optimizer")
 
     def on_optimizer_end(self, is_step_over: bool | None = None) -> None:
+        if self.num_pauses:
+            return
         now_ns = perf_counter_ns()
         self._note((now_ns, OTHER))
         if self.has_forward if is_step_over is None else is_step_over:  # several optimizers in a row: one step

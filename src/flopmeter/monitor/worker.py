@@ -196,7 +196,8 @@ class Worker:
                 logger.warning("the sink %s does not answer and is left behind", sink.name)
             if sink.num_dropped:
                 logger.warning("the sink %s missed %d logs", sink.name, sink.num_dropped)
-        self._writer.close()
+        if not self._thread.is_alive():  # else the disk hangs: what holds it up would hold up the program, too
+            self._writer.close()
 
     def _run(self) -> None:
         num_unflushed, last_flush_s = 0, time.monotonic()
