@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -224,12 +224,17 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a module works on: the first positional one, else the first of the usual names."""
     for value in args:
-        if isinstance(value, torch.Tensor):
+        if _has_sizes(value):
             return value
     for name in _FIRST_TENSOR_NAMES:
-        if isinstance(value := kwargs.get(name), torch.Tensor):
+        if _has_sizes(value := kwargs.get(name)):
             return value
-    return next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
+    return next((value for value in kwargs.values() if _has_sizes(value)), None)
+
+
+def _has_sizes(value: Any) -> TypeGuard[torch.Tensor]:
+    """A tensor, and none of sequences of different lengths."""
+    return isinstance(value, torch.Tensor) and not value.is_nested
 
 
 def _driver(tensor: torch.Tensor | None, batch: Batch, inherited: Driver) -> Driver:

@@ -150,6 +150,7 @@ class TrainingMonitor:
         before = self._tracker.source
         if before is not None:
             before.stop()
+            self._steps.flush()
             if self._worker is not None:
                 self._worker.drain(DRAIN_S)  # the steps so far are the other model's
         self._model = self._steps.model = model
@@ -161,8 +162,17 @@ class TrainingMonitor:
         self._join_job()
 
     def set_training_phase(self, phase: str) -> None:
-        """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings."""
-        self._effort.begin_phase(phase)
+        """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings.
+
+        Raises:
+            ConfigError: There is no such phase. In a run that has begun that is a warning.
+        """
+        try:
+            self._effort.begin_phase(phase)
+        except ConfigError as error:
+            if self._state == "new":
+                raise
+            logger.warning("set_training_phase: %s", error)
         self._steps.next_look = 0
 
     @property

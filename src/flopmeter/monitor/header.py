@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from flopmeter import __version__
 from flopmeter.config import MonitorConfig
@@ -28,7 +29,7 @@ def make_header(model: nn.Module | None, config: MonitorConfig) -> dict[str, Any
         "host": socket.gethostname(),
         "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
         "model": type(model).__name__ if model is not None else "",
-        "num_parameters": sum(p.numel() for p in model.parameters()) if model is not None else 0,
+        "num_parameters": _num_parameters(model) if model is not None else 0,
         "device": device_name(device_of(model)),
         "mode": settings.mfu_calculation_mode,
         "convention": settings.convention,
@@ -60,3 +61,8 @@ def make_sampler(model: nn.Module | None) -> ResourceSampler:
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _num_parameters(model: nn.Module) -> int:
+    """Of those that exist: a lazy module makes its own in the first forward pass."""
+    return sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter))
