@@ -360,3 +360,21 @@ def test_a_monitor_that_was_switched_off_leaves_no_file_open(tmp_path: Path) -> 
         loop.monitor.log_step(99, loss="not a number")
     loop.finish()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_second_run_in_the_same_folder_is_said_and_summed_up_for_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Loop(tmp_path), None
+    first.train(8)
+    first.finish()
+    assert "has ended" not in caplog.text
+    second = Loop(tmp_path)
+    assert f"{tmp_path} holds a run that has ended; this one is added to it" in caplog.text
+    second.train(20)
+    run = second.finish()
+    assert len(run.headers) == 2
+    assert len(run) == 28
+    assert run.summary is not None
+    # Three of the twenty warm up, one is observed.
+    assert run.summary["metrics"]["steady_steps"] == 16

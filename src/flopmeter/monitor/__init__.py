@@ -46,7 +46,7 @@ from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
 from flopmeter.monitor.workloads import WorkloadReader
-from flopmeter.record import RunWriter, load_run, write_training_log
+from flopmeter.record import RunWriter, has_ended, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import PHASES, RUN_FILE
@@ -203,6 +203,11 @@ class TrainingMonitor:
         self._state = "running"
         self._pid = os.getpid()
         self._rank = my_rank()
+        if self._rank == 0 and has_ended(self.run_path):
+            logger.warning(
+                "%s holds a run that has ended; this one is added to it, as after a restart: give each run an "
+                "output_dir of its own to keep them apart", self.output_dir,
+            )  # fmt: skip
         header = {**make_header(self._model, self.config), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
         self._worker = Worker(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,12 @@ class Run:
         """The newest start's header."""
         return self.headers[-1]
 
+    @property
+    def failure(self) -> str | None:
+        """What kind of error ended the run, where one did."""
+        name = (self.summary or {}).get("failure")
+        return str(name)[:200] if name else None
+
     def column(self, key: str) -> array[float]:
         """One value per step of the metric `key`; all NaN when the run has none."""
         return self.columns.get(key) or array("d", [math.nan]) * len(self)
@@ -141,6 +148,19 @@ def load_run(path: str | Path) -> Run:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecordError(f"cannot read the run file {file_path}: {reason}") from None
+
+
+def has_ended(path: Path) -> bool:
+    """Whether there is a run file here whose last line is a summary: a further start would be added to that run."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - MAX_LINE_BYTES, 0))
+            last = file.read().rstrip().rpartition(b"\n")[2]
+        line = _decoder.decode(last)
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(line, dict) and line.get("kind") == "summary"
 
 
 class RunReader:

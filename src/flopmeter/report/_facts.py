@@ -91,7 +91,8 @@ def _run(run: Run, spent: Goodput) -> dict[str, Any]:
         "wall_s": number(spent.wall_s),
         "num_steps": len(run),
         "num_starts": spent.num_starts,
-        "is_finished": run.summary is not None,
+        "is_finished": run.summary is not None and run.failure is None,
+        "failure": clean(run.failure or "", 80),
     }
 
 

@@ -50,7 +50,7 @@ def run_line(run: dict[str, Any]) -> str:
         starts,
         _date(run["started_at"]),
         run["host"],
-        "" if run["is_finished"] else "not finished",
+        "" if run["is_finished"] else f"ended by {run['failure']}" if run["failure"] else "not finished",
     )
     return " · ".join(part for part in parts if part)
 

@@ -105,7 +105,7 @@ def _glance(run: Run, name: str, title: str, status: os.stat_result, now_s: floa
     return Glance(
         name=name,
         title=clean(title),
-        state="finished" if run.summary else "stopped" if is_silent else "running",
+        state="stopped" if run.failure or (is_silent and not run.summary) else "finished" if run.summary else "running",
         updated_at=status.st_mtime,
         num_bytes=status.st_size,
         model=clean(header.model, 80),
