@@ -525,3 +525,21 @@ def test_a_mask_that_is_written_over_before_it_was_read_leaves_the_step_without_
     assert known.tokens == 16
     buffer[:, 4:] = 0  # the loop reuses its buffer for the next batch
     assert resolve(seen) is None
+
+
+@pytest.mark.parametrize("is_made_by_numpy", [True, False])
+def test_a_mask_that_numpy_writes_over_later_is_read_before(is_made_by_numpy: bool) -> None:
+    np = pytest.importorskip("numpy")
+    reader, ids = WorkloadReader(Needs()), torch.zeros(2, 8, dtype=torch.long)
+    if is_made_by_numpy:
+        buffer = np.ones((2, 8), dtype=np.int64)
+        mask = torch.from_numpy(buffer)
+    else:
+        mask = torch.ones(2, 8, dtype=torch.long)
+        buffer = mask.numpy()
+    reader.see((), {"input_ids": ids, "attention_mask": mask})
+    buffer[:, 3:] = 0  # the next batch: no version of the tensor tells of it
+    reader.see((), {"input_ids": ids, "attention_mask": mask})
+    buffer[:] = 0
+    found = [resolve([seen]) for seen in reader.take()]
+    assert [workload and workload.tokens for workload in found] == [2 * 8, 2 * 3]

@@ -25,7 +25,7 @@ class Lengths(Struct, frozen=True, gc=False):
     """A padded batch of text: how long each sample is, on its way to the host. Made on every step."""
 
     tensor: torch.Tensor
-    """The lengths; on a CPU the mask itself, to be summed in the background."""
+    """The lengths; on a CPU the mask itself, to be summed in the background, where its memory is torch's alone."""
     padded_to: int
     needs: Needs
     known: dict[tuple[int, ...], Workload]
@@ -138,7 +138,9 @@ class WorkloadReader:
             self._seen = [self._lengths(mask, mask.shape[1])]
 
     def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
-        tensor = mask if mask.is_cpu else to_host(_row_sums(mask))
+        # Memory shared with numpy cannot be resized: what is written there later changes no version, so it is summed now.
+        is_ours = mask.is_cpu and mask.untyped_storage().resizable()
+        tensor = mask if is_ours else to_host(_row_sums(mask))
         return Lengths(tensor, padded_to, self._needs, self._by_lengths, tensor._version)
 
     def take(self) -> tuple[Seen, ...]:
