@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from flopmeter.timing.sampling import FIRST_STEPS, NEVER, TYPICAL_STEPS, Samplin
 
 def plan_after(num_steps: int, *, step_s: float = 0.1, interval: int = 1000, budget: float = 0.01) -> SamplingPlan:
     plan = SamplingPlan(interval, budget)
-    for _ in range(num_steps):
-        plan.note_step(step_s)
+    for index in range(num_steps):
+        plan.note_step(index, step_s)
     return plan
 
 
@@ -63,7 +64,7 @@ def test_a_fall_of_mfu_asks_for_a_sample_within_the_budget() -> None:
 def test_a_run_that_is_slower_after_a_sample_is_not_sampled_again() -> None:
     plan = plan_after(TYPICAL_STEPS)
     plan.note_sampled(30, 0.3, 0.1)
-    found = [plan.note_step(0.12) for _ in range(TYPICAL_STEPS)]
+    found = [plan.note_step(30 + after, 0.12) for after in range(TYPICAL_STEPS)]
     assert found[:-1] == [None] * (TYPICAL_STEPS - 1)
     assert found[-1] == (0.1, 0.12)
     assert plan.next_step == NEVER
@@ -74,15 +75,36 @@ def test_a_run_that_is_slower_after_a_sample_is_not_sampled_again() -> None:
 def test_a_sample_that_leaves_nothing_attached_is_not_blamed() -> None:
     plan = plan_after(TYPICAL_STEPS)
     plan.note_sampled(30, 0.3, 0.1, may_linger=False)
-    assert all(plan.note_step(0.2) is None for _ in range(2 * TYPICAL_STEPS))
+    assert all(plan.note_step(30 + after, 0.2) is None for after in range(2 * TYPICAL_STEPS))
     assert plan.next_step == 1030
 
 
 def test_a_run_that_goes_on_as_before_is_sampled_again() -> None:
     plan = plan_after(TYPICAL_STEPS)
     plan.note_sampled(30, 0.3, 0.1)
-    assert all(plan.note_step(0.104) is None for _ in range(TYPICAL_STEPS))
+    assert all(plan.note_step(30 + after, 0.104) is None for after in range(TYPICAL_STEPS))
     assert plan.next_step == 1030
+
+
+@pytest.mark.parametrize("num_late", [0, 1, 15, TYPICAL_STEPS, 100])
+def test_steps_that_are_digested_late_lie_before_the_sample_all_the_same(num_late: int) -> None:
+    plan, waiting, found = SamplingPlan(5000, 0.005), deque[tuple[int, float]](), []
+    for index in range(400):
+        if index == 200:
+            plan.note_sampled(200, step_s=0.005, reading_s=0.001)
+            assert plan.typical_s == 0.001
+        waiting.append((index, 0.001 if index < 200 else 0.0015))
+        if len(waiting) > num_late:
+            found.append(plan.note_step(*waiting.popleft()))
+    # Twenty steps from number 200 on are digested: 0..219.
+    assert [(index, slower) for index, slower in enumerate(found) if slower] == [(219, (0.001, 0.0015))]
+
+
+def test_before_the_first_digested_step_nothing_is_typical() -> None:
+    plan = SamplingPlan(1000, 0.01)
+    plan.note_sampled(5, step_s=0.3, reading_s=0.1)
+    assert plan.typical_s is None
+    assert plan.spent_s == pytest.approx(0.1)
 
 
 def test_slower_means_more_than_the_steps_scatter() -> None:
@@ -157,7 +179,7 @@ def test_only_collections_in_ordinary_steps_are_the_loops(tmp_path: Path) -> Non
 
 def steps(sampling: Sampling, mfu: float, num: int, first: int = 1) -> None:
     for number in range(first, first + num):
-        sampling.note_step({"perf/step_time": 0.1, "perf/mfu": mfu, "global_step": number})
+        sampling.note_step(number - 1, {"perf/step_time": 0.1, "perf/mfu": mfu, "global_step": number})
 
 
 def test_a_fall_of_mfu_becomes_an_event_and_asks_for_a_profile() -> None:

@@ -107,14 +107,14 @@ class Digest:
     A logged perf value is the aggregate since the last one, over steps that represent the run.
 
     Args:
-        on_step: Told the metrics of every step that represents the run.
+        on_step: Told the index and the metrics of every step that represents the run.
         overhead: What flopmeter itself has used so far, as a share of the wall time.
     """
 
     def __init__(
         self,
         config: MonitorConfig,
-        on_step: Callable[[Mapping[str, float]], None] | None = None,
+        on_step: Callable[[int, Mapping[str, float]], None] | None = None,
         overhead: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.source: FlopSource | None = None
@@ -149,7 +149,7 @@ class Digest:
             if item.blocked_ns is not None:
                 self._exposed_s.append(item.blocked_ns[BACKWARD] / 1e9)
             if self._on_step is not None:
-                self._on_step(metrics)
+                self._on_step(item.index, metrics)
         skipped = ("wandb",) if item.values.get("skip_wandb") else ()
         return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics, peaks), skipped)
 

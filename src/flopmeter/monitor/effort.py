@@ -68,10 +68,10 @@ class Effort:
         self.schedule.inherit(before)
         self._event("training_phase", phase=phase, interval_steps=self.schedule.interval_steps)
 
-    def note_step(self, metrics: Mapping[str, float]) -> None:
-        """An ordinary step was digested."""
+    def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
+        """An ordinary step was digested; `index` is how many were before it."""
         self.schedule.note_step(metrics["perf/step_time"])
-        self.sampling.note_step(metrics)
+        self.sampling.note_step(index, metrics)
 
     def end_step(self, source: FlopSource | None, record: StepRecord, num_steps: int) -> None:
         """Close what ran through this step, and learn from it. Reading it is our time, not the next step's."""

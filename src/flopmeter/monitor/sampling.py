@@ -59,10 +59,10 @@ class Sampling:
         if self.is_on:
             profiler_guard.watch()  # here, where a search for profilers under way costs no step
 
-    def note_step(self, metrics: Mapping[str, float]) -> None:
-        """An ordinary step was digested."""
+    def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
+        """An ordinary step was digested; `index` is how many were before it."""
         step_s = metrics["perf/step_time"]
-        slower = self.plan.note_step(step_s)
+        slower = self.plan.note_step(index, step_s)
         if slower is not None:
             self._warn(
                 f"no more steps are profiled: after the last profile a step took {slower.after_s * 1e3:.1f} ms, before "

@@ -32,7 +32,8 @@ class AfterEffect(NamedTuple):
 class SamplingPlan:
     """Decides which steps are sampled.
 
-    `note_step` is called in the background; `next_step`, `is_due` and `note_sampled` on the training thread.
+    `note_step` is called in the background, some steps late; `next_step`, `is_due` and `note_sampled` on the training
+    thread. So it is by its number that a step lies before or after a sample.
 
     Args:
         interval_steps: Steps from one sample to the next; 0 = only the first.
@@ -50,11 +51,24 @@ class SamplingPlan:
         self._budget = budget
         self._recent: deque[float] = deque(maxlen=TYPICAL_STEPS)
         self._before: tuple[float, ...] = ()
+        self._sampled: tuple[int, bool] | None = None
+        """The last sample: the step after it, and whether the tracer may have stayed. Replaced as a whole."""
+        self._split_at: tuple[int, bool] | None = None
+        """The sample that `_recent` begins after."""
         self._num_samples = 0
         self._is_stopped = False
 
-    def note_step(self, step_s: float) -> AfterEffect | None:
-        """An ordinary step went by; tells once, when enough have, whether they are slower than before the sample."""
+    def note_step(self, index: int, step_s: float) -> AfterEffect | None:
+        """An ordinary step went by; tells once, when enough have, whether they are slower than before the sample.
+
+        Args:
+            index: Steps before it.
+        """
+        sampled = self._sampled
+        if sampled is not self._split_at and sampled is not None and index >= sampled[0]:
+            self._split_at = sampled
+            self._before = tuple(self._recent) if sampled[1] else ()
+            self._recent.clear()
         self._recent.append(step_s)
         if self._is_stopped:
             return None
@@ -104,12 +118,13 @@ class SamplingPlan:
         """A sampled step is done.
 
         Args:
+            num_steps: Steps done so far, with this one.
             reading_s: What starting, stopping and reducing took.
             may_linger: Whether the tracer stays attached, so that the steps to come have to be watched.
         """
-        self.typical_s = median(self._recent) if self._recent else None
-        self._before = tuple(self._recent) if may_linger else ()
-        self._recent.clear()
+        recent = list(self._recent)  # a copy: the background appends to it
+        self.typical_s = median(recent) if recent else None
+        self._sampled = num_steps, may_linger
         self.spent_s += max(0.0, step_s - (self.typical_s or step_s)) + reading_s
         self._num_samples += 1
         has_next = self._interval_steps and not self._is_stopped
