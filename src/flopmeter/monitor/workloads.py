@@ -138,7 +138,7 @@ class WorkloadReader:
             self._seen = [self._lengths(mask, mask.shape[1])]
 
     def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
-        # Memory shared with numpy cannot be resized: what is written there later changes no version, so it is summed now.
+        # Memory shared with numpy cannot be resized. What is written there later changes no version: it is summed now.
         is_ours = mask.is_cpu and mask.untyped_storage().resizable()
         tensor = mask if is_ours else to_host(_row_sums(mask))
         return Lengths(tensor, padded_to, self._needs, self._by_lengths, tensor._version)
