@@ -20,6 +20,7 @@ from flopmeter.monitor.digest import Delivery
 from flopmeter.monitor.worker import Worker
 from flopmeter.record import RunWriter, load_run
 from flopmeter.sinks import SinkContext
+from interrupted import every_moment
 
 HEADER = {"kind": "header", "schema": 1}
 
@@ -167,6 +168,27 @@ def test_a_sink_that_is_too_slow_loses_logs_and_they_are_counted(
     assert worker._sinks[0].num_dropped in (43, 44, 45)
     release.set()
     worker.close()
+
+
+def test_logs_dropped_by_two_threads_at_once_are_all_counted(
+    tmp_path: Path, extra_sinks: Callable[[str, type], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MAX_QUEUED_LOGS", 0)
+    extra_sinks("recorder", Recorder)
+    threads: list[worker_module.SinkThread] = []
+
+    def make_call() -> tuple[Callable[[], None], Callable[[], None]]:
+        sink = worker_module.SinkThread("recorder", SinkContext(config=MonitorConfig(), output_dir=tmp_path))
+        assert sink.close(5.0)
+        sink._num_put = 2
+        sink._queue.put([(1, {}), (2, {})])
+        sink._queue.put(None)
+        threads.append(sink)
+        return sink._swallow, lambda: sink.log([(3, {})])
+
+    nums = [threads[-1].num_dropped for _ in every_moment(make_call)]
+    assert len(nums) > 10
+    assert set(nums) == {3}
 
 
 def test_the_queue_of_the_training_thread_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,12 +342,16 @@ def test_a_sink_that_costs_too_much_gets_fewer_basics_and_all_the_details(
     monkeypatch.setattr(worker_module, "FREE_LOGS", 3)
     extra_sinks("busy", Busy)
     sink = worker_module.SinkThread("busy", SinkContext(config=MonitorConfig(), output_dir=tmp_path), cpu_share=1e-9)
-    basics, details = {"x": 1.0}, dict.fromkeys("abcdefgh", 1.0)
+    basics, details = {"global_step": 1, "training/loss": 1.0}, dict.fromkeys("abcdefgh", 1.0)
+    others = ({"eval/loss": 1.0}, {"my/bleu": 3.0}, {"epoch/loss": 1.0, "training/epoch": 2.0})
     sink.log([(step, basics) for step in range(3)])  # the free ones; from here on the cost is known
     while sink._num_taken < 3 or not sink.cpu_s:
         time.sleep(0.001)
     assert not any(sink.has_time_for(basics) for _ in range(10))
+    assert sink.num_thinned == 10
     assert sink.has_time_for(details)
+    assert all(sink.has_time_for(log) for log in others)  # short, and no basics all the same
+    assert (sink.num_thinned, sink.num_dropped) == (10, 0)
     assert sink.close(5.0)
 
 
@@ -333,5 +359,5 @@ def test_an_explicit_rate_is_never_thinned(tmp_path: Path, extra_sinks: Callable
     extra_sinks("busy", Busy)
     sink = worker_module.SinkThread("busy", SinkContext(config=MonitorConfig(), output_dir=tmp_path), cpu_share=None)
     sink._num_put = sink._num_taken = 10_000
-    assert sink.has_time_for({"x": 1.0})
+    assert sink.has_time_for({"training/loss": 1.0})
     assert sink.close(5.0)

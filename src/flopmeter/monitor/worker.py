@@ -34,6 +34,7 @@ tell each other of intervals as they are digested, and `latest` knows no others.
 LATEST_WAKE_S = 2 * WAKE_S
 """Where nobody says when it suits."""
 NEVER_NS = 1 << 62
+_BASICS = frozenset(BASICS)
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
 CLOSE_TIMEOUT_S = 10.0
 
@@ -49,8 +50,10 @@ class SinkThread:
     def __init__(self, name: str, context: SinkContext, cpu_share: float | None = None) -> None:
         self.name = name
         self.takes_every_step = takes_every_step(name)
-        self.num_dropped = 0
+        self.num_thinned = 0
+        """Basics that were left out to keep to the share of the CPU."""
         self.cpu_s = 0.0
+        self._num_refused = self._num_swallowed = 0  # each counted by one thread
         self._context = context
         self._cpu_share = cpu_share
         self._started_s = time.monotonic()
@@ -60,19 +63,26 @@ class SinkThread:
         self._thread = threading.Thread(target=self._run, name=f"flopmeter-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def num_dropped(self) -> int:
+        """Logs that the sink should have got and did not: it was behind by too much, or is switched off."""
+        return self._num_refused + self._num_swallowed
+
     def log(self, logs: list[tuple[int, Mapping[str, float]]]) -> None:
         """Hand over; drops when the sink is behind by too much."""
         taken = logs[: max(0, MAX_QUEUED_LOGS - (self._num_put - self._num_taken))]
-        self.num_dropped += len(logs) - len(taken)
+        self._num_refused += len(logs) - len(taken)
         self._num_put += len(taken)
         self._queue.put(taken)
 
     def has_time_for(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a log fits the sink's share of the CPU; one that holds details always does."""
-        if self._cpu_share is None or self._num_put < FREE_LOGS or len(metrics) > len(BASICS):
+        """Whether a log fits the sink's share of the CPU; one that holds more than basics always does."""
+        if self._cpu_share is None or self._num_put < FREE_LOGS or not metrics.keys() <= _BASICS:
             return True
         cost_s = self.cpu_s / max(1, self._num_taken)
-        return (self._num_put + 1) * cost_s <= self._cpu_share * (time.monotonic() - self._started_s)
+        fits = (self._num_put + 1) * cost_s <= self._cpu_share * (time.monotonic() - self._started_s)
+        self.num_thinned += not fits
+        return fits
 
     def close(self, timeout_s: float) -> bool:
         """Let the sink finish; False when it does not in time, and is then left behind."""
@@ -101,7 +111,7 @@ class SinkThread:
 
     def _swallow(self) -> None:
         while (logs := self._queue.get()) is not None:
-            self.num_dropped += len(logs)
+            self._num_swallowed += len(logs)
             self._num_taken += len(logs)
 
 
@@ -196,6 +206,8 @@ class Worker:
                 logger.warning("the sink %s does not answer and is left behind", sink.name)
             if sink.num_dropped:
                 logger.warning("the sink %s missed %d logs", sink.name, sink.num_dropped)
+            if sink.num_thinned:
+                logger.info("the sink %s got no basics of %d steps: too dear", sink.name, sink.num_thinned)
         if not self._thread.is_alive():  # else the disk hangs: what holds it up would hold up the program, too
             self._writer.close()
 
