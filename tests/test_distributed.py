@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -30,6 +31,7 @@ from flopmeter.distributed.starvation import Starvation
 from flopmeter.distributed.stragglers import SUSTAINED, SUSTAINED_IF_STARVED, Straggler, StragglerWatch
 from flopmeter.distributed.summary import MAX_LISTED, MISSED_S, Heard, JobScale, describe, metrics_of, scale_of
 from flopmeter.schema import METRICS_BY_KEY, PHASES
+from interrupted import every_moment
 
 ALONE = JobScale(flop=1.0, tokens=1.0, samples=1.0, devices=1.0)
 
@@ -321,6 +323,32 @@ def test_ranks_join_count_once_and_exchange_packets(mailboxes: Callable[[], Mail
     assert first.tables[0]["last_step"] == [7, 7]
     finish(first, second)
     assert first.reasons == second.reasons == []
+
+
+def test_a_packet_and_a_count_that_are_handed_over_in_the_middle_of_a_turn_go_out(
+    mailboxes: Callable[[], Mailbox],
+) -> None:
+    old, new = packet(rank_step(1), index=1), packet(rank_step(2), index=2)
+    ranks: list[Rank] = []
+
+    def make_call() -> tuple[Callable[[], None], Callable[[], None]]:
+        rank = Rank(0, 1, mailboxes)
+        exchange = rank.exchange
+        exchange._greet()
+        exchange._turn()  # it is the only one, so there is a plan
+        exchange.post(old)
+        exchange.publish({"flop": 1})
+        ranks.append(rank)
+        return exchange._turn, lambda: (exchange.post(new), exchange.publish({"flop": 2}))[0]
+
+    sent = []
+    for _ in every_moment(make_call):
+        ranks[-1].exchange._turn()
+        mailbox = ranks[-1].exchange.mailbox
+        assert mailbox is not None
+        sent.append((mailbox.read(["packet/0"])[0], json.loads(mailbox.read(["count"])[0])))
+    assert len(sent) > 50
+    assert [number for number, told in enumerate(sent) if told != (new, {"flop": 2})] == []
 
 
 def test_above_the_limit_leaders_pass_their_groups_packets_on(

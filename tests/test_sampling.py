@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from flopmeter.record import Run
 from flopmeter.timing.garbage import Collections, GarbageWatch
 from flopmeter.timing.regime import Regime, RegimeDetector
 from flopmeter.timing.sampling import FIRST_STEPS, NEVER, TYPICAL_STEPS, SamplingPlan, is_slower
+from interrupted import every_moment
 
 
 def plan_after(num_steps: int, *, step_s: float = 0.1, interval: int = 1000, budget: float = 0.01) -> SamplingPlan:
@@ -143,6 +146,54 @@ def test_collections_of_garbage_are_added_up() -> None:
         garbage.on_collection(phase, {})
     assert garbage.take() == Collections(num=2, duration_s=0.007, longest_s=0.005)
     assert garbage.take() is None
+
+
+class Collecting(GarbageWatch):
+    """Collections that take no time."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0)
+
+    def collect(self) -> None:
+        self.on_collection("start", {})
+        self.on_collection("stop", {})
+
+
+def test_a_collection_that_ends_while_they_are_taken_is_counted_once() -> None:
+    watches: list[Collecting] = []
+
+    def make_call() -> tuple[Callable[[], Collections | None], Callable[[], None]]:
+        watches.append(Collecting())
+        watches[-1].collect()
+        return watches[-1].take, watches[-1].collect
+
+    nums = []
+    for first in every_moment(make_call):
+        second = watches[-1].take()
+        nums.append(sum(taken.num for taken in (first, second) if taken is not None))
+    assert len(nums) > 10
+    assert set(nums) == {2}
+
+
+def test_collections_that_are_taken_while_one_ends_are_counted_once() -> None:
+    watches: list[Collecting] = []
+    nums: list[int] = []
+
+    def take() -> None:
+        taken = watches[-1].take()
+        nums[-1] += taken.num if taken is not None else 0
+
+    def make_call() -> tuple[Callable[[], None], Callable[[], None]]:
+        watches.append(Collecting())
+        watches[-1].collect()
+        watches[-1].on_collection("start", {})
+        nums.append(0)
+        return partial(watches[-1].on_collection, "stop", {}), take
+
+    for _ in every_moment(make_call):
+        take()
+    assert len(nums) > 10
+    assert set(nums[:-1]) == {2}
 
 
 def test_a_real_collection_is_seen_and_the_callback_goes_away() -> None:

@@ -14,6 +14,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +87,9 @@ class Exchange:
         self._rank, self._world_size, self._greeting = rank, world_size, greeting
         self._connect, self._join_s = connect, join_s
         self._on_joined, self._on_packets, self._on_plan, self._on_off = on_joined, on_packets, on_plan, on_off
-        self._packet: bytes | None = None
-        self._count: Mapping[str, Any] | None = None
+        # One each at most: what is handed over takes the place of what still waits, and only the thread takes it out.
+        self._packets: deque[bytes] = deque(maxlen=1)
+        self._counts: deque[Mapping[str, Any]] = deque(maxlen=1)
         self._seen_version = 0
         self._first_step_s: float | None = None
         self._is_off = False
@@ -107,21 +109,21 @@ class Exchange:
     @property
     def is_behind(self) -> bool:
         """Whether a packet waits to be sent."""
-        return self._packet is not None and self._thread.is_alive()
+        return bool(self._packets) and self._thread.is_alive()
 
     def post(self, packet: bytes) -> None:
         """Hand over what this rank has to say; it takes the place of a packet that has not left yet."""
-        self._packet = packet
+        self._packets.append(packet)
         self._wake.set()
 
     def publish(self, count: Mapping[str, Any]) -> None:
         """Hand over what rank 0 has counted; of two that are waiting only the newer one goes out."""
-        self._count = count
+        self._counts.append(count)
         self._wake.set()
 
     def close(self, patience_s: float, packet: bytes) -> None:
         """Leave, with a last word; rank 0 gives those of the others `patience_s` to arrive."""
-        self._packet = packet
+        self._packets.append(packet)
         self._patience_s = patience_s
         self._wake.set()
         if self._thread.is_alive():
@@ -170,11 +172,12 @@ class Exchange:
             self._gather()
         if self._rank != 0:
             self._look_at_plan()
-        elif self._count is not None and self.plan is not None:
-            count, self._count = self._count, None
-            self._set_plan(self.plan, count)
-        packet, self._packet = self._packet, None
-        if packet is None or self._is_off or (self.plan is not None and not self.plan.has_statistics):
+        elif self._counts and self.plan is not None:
+            self._set_plan(self.plan, self._counts.popleft())
+        if not self._packets:
+            return
+        packet = self._packets.popleft()
+        if self._is_off or (self.plan is not None and not self.plan.has_statistics):
             return
         self.mailbox.put({_packet_note(self._rank): packet})
         if self.plan is not None and self._patience_s is None:

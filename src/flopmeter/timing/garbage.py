@@ -12,6 +12,7 @@ watch.close()
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -35,8 +36,9 @@ class GarbageWatch:
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._now_ns = now_ns
         self._start_ns: int | None = None
-        self._sums = [0, 0, 0]
-        """How many, nanoseconds in all, of the longest. Swapped as a whole: a collection may start anywhere."""
+        self._sums: deque[tuple[int, int, int]] = deque()
+        """How many, nanoseconds in all, of the longest: one or none. It belongs to whoever takes it out, for a
+        collection may start anywhere and on any thread."""
 
     def start(self) -> None:
         """Begin to listen."""
@@ -55,12 +57,16 @@ class GarbageWatch:
         elif self._start_ns is not None:
             lasted_ns = self._now_ns() - self._start_ns
             self._start_ns = None
-            sums = self._sums
-            sums[0] += 1
-            sums[1] += lasted_ns
-            sums[2] = max(sums[2], lasted_ns)
+            num, total_ns, longest_ns = self._take_sums()
+            self._sums.append((num + 1, total_ns + lasted_ns, max(longest_ns, lasted_ns)))
 
     def take(self) -> Collections | None:
         """What came together since the last time; None when nothing was collected."""
-        (num, total_ns, longest_ns), self._sums = self._sums, [0, 0, 0]
+        num, total_ns, longest_ns = self._take_sums()
         return Collections(num, total_ns / 1e9, longest_ns / 1e9) if num else None
+
+    def _take_sums(self) -> tuple[int, int, int]:
+        try:
+            return self._sums.popleft()
+        except IndexError:
+            return 0, 0, 0
