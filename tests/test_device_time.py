@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from flopmeter import load_run, watch
+from flopmeter.monitor.device_time import DeviceTime
+from flopmeter.timing.events import DeviceStep, PhaseTime
 from simulated_device import MS, US, SimulatedDevice, timeline_on
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "detail_every": 20}}
@@ -60,6 +63,55 @@ def test_the_record_has_device_seconds_by_phase(tmp_path: Path, monkeypatch: pyt
 
 def test_a_host_that_launches_too_slowly_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, monkeypatch, kernel_s=1 * US)["verdict"]["bound"] == "host"
+
+
+class Timeline:
+    """A device that finishes each step so many steps after the host."""
+
+    def __init__(self, seconds: list[float], num_behind: int) -> None:
+        self.seconds, self.num_behind = seconds, num_behind
+        self.mark = self.mark_inside_backward = self.is_capturing = lambda *_: None
+        self.last = 0
+
+    def end_step(self, number: int) -> None:
+        self.last = number
+
+    def poll(self) -> list[DeviceStep]:
+        number = self.last - self.num_behind
+        if number < 1:
+            return []
+        seconds = self.seconds[number - 1]
+        phases = {"forward": PhaseTime(device_s=seconds, host_s=seconds)}
+        return [DeviceStep(step=number, device_s=seconds, phases=phases)]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_behind", [0, 1, 5])
+def test_steps_that_do_not_represent_the_run_are_in_no_mean_however_late_they_come(num_behind: int) -> None:
+    events: list[dict[str, Any]] = []
+    told: list[Mapping[str, float]] = []
+    atypical_s = {1: 30.0, 2: 30.0, 3: 30.0, 10: 5.0}  # a warm-up that compiles, and a measured step
+    timeline = Timeline([atypical_s.get(number, 0.1) for number in range(1, 26)], num_behind)
+    device_time = DeviceTime(timeline, lambda _, **fields: events.append(fields), every=20)  # type: ignore[arg-type]
+    device_time.on_step = told.append
+    for number in range(1, 26):
+        device_time.end_step(number)
+        device_time.take_finished(number, is_typical=number not in atypical_s)
+    assert [event["num_steps"] for event in events] == [20 - num_behind - 4]
+    assert events[0]["device_s"]["forward"] == pytest.approx(0.1)
+    assert [phase_s["forward"] for phase_s in told] == [0.1] * (25 - num_behind - 4)
+
+
+def test_a_watched_run_leaves_its_marked_steps_out_of_the_device_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = run(tmp_path, monkeypatch, kernel_s=50 * US)
+    marked = [index for index in load_run(tmp_path).marks if index < 19]
+    assert marked[:4] == [0, 1, 2, 3]  # three warm up, the fourth is observed; one more may be profiled
+    # The event is written when the host ends its twentieth step, which the device has still to finish.
+    assert event["num_steps"] == 19 - len(marked)
 
 
 def test_no_call_is_made_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

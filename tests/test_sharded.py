@@ -64,6 +64,7 @@ class Loop:
                 main.launch(1 * MS)
         FSDPState._root_post_backward_final_callback(None)
         self.device_time.end_step(number)
+        self.device_time.take_finished(number)
         main.synchronize()
 
 

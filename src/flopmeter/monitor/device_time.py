@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -31,25 +31,42 @@ class DeviceTime:
         self.mark_inside_backward = timeline.mark_inside_backward
         self.is_capturing = timeline.is_capturing
         self.on_step: Callable[[dict[str, float]], None] | None = None
-        """Told the device's seconds by phase of every step that it has finished."""
+        """Told the device's seconds by phase of every typical step that it has finished."""
         self.waits: ShardedWaits | None = None
         """Tells which of these seconds were waiting for collectives; then only such steps are told."""
         self._timeline = timeline
         self._event = event
         self._every = every
         self._steps: list[DeviceStep] = []
+        self._left_out: deque[int] = deque(maxlen=MAX_STEPS)
 
     def end_step(self, number: int) -> None:
-        """The host has ended a step; take what the device has finished."""
+        """The host has ended a step: mark it on the device."""
         self._timeline.end_step(number)
-        finished = [step for step in self._timeline.poll() if step.flaw is None]
-        self._steps += finished[: MAX_STEPS - len(self._steps)]
         if self.waits is not None:
             self.waits.end_step(number)
+
+    def take_finished(self, number: int, *, is_typical: bool = True) -> None:
+        """Take what the device has finished.
+
+        Args:
+            number: The step that has just ended on the host.
+            is_typical: Whether it represents the run. One that was measured or warmed up is in no mean.
+        """
+        if not is_typical:
+            self._left_out.append(number)
+        finished = [step for step in self._timeline.poll() if step.flaw is None and self._represents_run(step.step)]
+        self._steps += finished[: MAX_STEPS - len(self._steps)]
         for step in finished:
             self._tell(step)
         if number and number % self._every == 0:
             self.report()
+
+    def _represents_run(self, number: int) -> bool:
+        left_out = self._left_out
+        while left_out and left_out[0] < number:
+            left_out.popleft()
+        return not left_out or left_out[0] != number
 
     def _tell(self, step: DeviceStep) -> None:
         phase_s = {phase: time.device_s for phase, time in step.phases.items()}

@@ -121,6 +121,8 @@ class Steps:
             tracker.device_time.end_step(num_steps)
         if effort.is_measuring:
             effort.end_step(tracker.source, record, num_steps)
+        if tracker.device_time is not None:
+            tracker.device_time.take_finished(num_steps, is_typical=not record.marks)  # all marks are known by now
         if num_steps % every == 0:
             record.datasets = copied_to_host(self._datasets.take())
         if num_steps >= effort.schedule.next_step or num_steps >= self._sampling_plan.next_step:
