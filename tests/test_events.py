@@ -310,7 +310,7 @@ def test_nothing_is_called_before_the_device_is_in_use() -> None:
     timeline = timeline_on(device)
     run_marks(timeline, device.stream, 1 * MS, 0)
     assert timeline.poll() == []
-    assert timeline.num_skipped == 0
+    assert device.num_records == 0
     device.is_initialized = True
     run_marks(timeline, device.stream, 1 * MS, 1)
     run_marks(timeline, device.stream, 1 * MS, 2)
@@ -331,7 +331,7 @@ def test_nothing_is_called_while_a_graph_is_captured() -> None:
         timeline.end_step(step)
         device.is_capturing = False
     device.host.work(1.0)
-    assert timeline.num_skipped == 3
+    assert device.num_records == 5 * 3 - 3
     # Step 1 missed a border inside it. Step 2 missed its end, so that step 3 has no start.
     _, unsplit, incomplete, sound = timeline.poll()
     assert device_s(unsplit) == pytest.approx({"other": 0.0, "unsplit": 1 * MS}, abs=10 * US)
@@ -349,7 +349,6 @@ def test_the_users_own_error_ends_device_times_with_one_warning_and_stays_theirs
         for step in range(30):
             run_marks(timeline, device.stream, 10 * US, step)
             timeline.poll()
-    assert not timeline.is_armed
     assert device.num_queries == fail_at_query
     (warning,) = caplog.messages
     assert "illegal memory access" in warning
@@ -455,7 +454,6 @@ def test_marks_beyond_the_limit_of_a_micro_batch_are_skipped_and_their_time_is_u
     device.host.work(1.0)
     # The forward mark and seven more, then none up to the step's own: 1 + 2 * (8 + 1) of 23.
     assert device.num_records == 19
-    assert timeline.num_skipped == 6
     # The eighth event opens layer 6; what follows is known as a whole only.
     step = timeline.poll()[-1]
     assert device_s(step)["layer 5"] == pytest.approx(1 * MS, abs=10 * US)
@@ -472,7 +470,7 @@ def test_a_loop_whose_forward_pass_is_never_seen_keeps_its_marks() -> None:
         timeline.mark("optimizer")
         timeline.end_step(step)
         device.stream.synchronize()
-    assert timeline.num_skipped == 0
+    assert device.num_records == 20 * 4
     assert device_s(timeline.poll()[-1])["host_to_device"] == pytest.approx(1 * MS, abs=10 * US)
 
 
@@ -489,7 +487,6 @@ def test_a_device_that_never_catches_up_costs_no_memory_and_is_measured_again_wh
         timeline.mark("backward")
         timeline.end_step(step)
     assert sys.getallocatedblocks() - before < 100
-    assert timeline.num_skipped > 1500
     assert device.num_records <= 16 + 3
     device.stream.synchronize()
     for step in range(600, 604):
@@ -518,4 +515,3 @@ def test_a_closed_timeline_marks_nothing() -> None:
     timeline.close()
     run_marks(timeline, device.stream, 0.0, 0)
     assert device.num_records == 0
-    assert not timeline.is_armed

@@ -8,7 +8,7 @@
 
 A mark puts an event into the device's queue and notes the host's time. Events are read in order once the device has
 passed them, each against the one before it: a time is float32 milliseconds, too coarse from the start of a run. An
-event is used again only after it was read; when all are waiting, marks are skipped and counted.
+event is used again only after it was read; when all are waiting, marks are skipped.
 """
 
 from __future__ import annotations
@@ -185,13 +185,6 @@ class DeviceTimeline:
         self._missed_mark = self._missed_end = False
         self._open: _OpenStep | None = None
         self._finished: deque[DeviceStep] = deque(maxlen=MAX_UNCOLLECTED_STEPS)
-        self.num_skipped = 0
-        """Marks for which no event was recorded: none was free, too many in a micro-batch, or a capture."""
-
-    @property
-    def is_armed(self) -> bool:
-        """False once a failure or `close` has switched it off: no further step will be finished."""
-        return self._is_armed
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured: nothing runs then, and any call of ours to the device would spoil it."""
@@ -277,7 +270,7 @@ class DeviceTimeline:
         self._num_recorded += 1
 
     def _skip(self, step: int) -> None:
-        self.num_skipped += 1
+        """No event for this mark: none is free, there were too many in a micro-batch, or a graph is captured."""
         self._missed_mark = True
         self._missed_end = self._missed_end or step >= 0
 
