@@ -76,7 +76,62 @@ def test_what_is_said_before_the_optimizer_steps_belongs_to_the_running_step() -
     loop = Loop()
     loop.steps.tell({"step": 1, "loss": None, "grad_norm": None})
     loop.train(1)
+    loop.steps.flush()
     assert [record.values["step"] for record in loop.records] == [1]
+
+
+class Script(Loop):
+    """A loop in letters: f a forward pass, s a step of the optimizer, and numbers that it says."""
+
+    def run(self, script: str) -> list[int | None]:
+        for word in script.split():
+            if word == "f":
+                self.tracker.on_forward((), {})
+            elif word == "s":
+                self.tracker.on_optimizer()
+                self.tracker.on_optimizer_end()
+            else:
+                self.steps.tell({"step": int(word), "loss": None, "grad_norm": None})
+        self.steps.flush()
+        assert [record.index for record in self.records] == list(range(len(self.records)))
+        return [record.values.get("step") for record in self.records]
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        pytest.param("f s 1  f s 2  f s 3", [1, 2, 3], id="after the step"),
+        pytest.param("f 1 s  f 2 s  f 3 s", [1, 2, 3], id="before the step"),
+        pytest.param("f s 1  f s 2  f 3  f s 4  f s 5", [1, 2, 4, 5], id="after, the third skipped"),
+        pytest.param("f 1  f s 2  f s 3", [2, 3], id="after, the first skipped"),
+        pytest.param("f s 1  f 2  f 3  f s 4  f s 5", [1, 4, 5], id="after, two skipped in a row"),
+        pytest.param("f s 1  f s 2  f 3", [1, 2], id="after, the last skipped"),
+        pytest.param("f 1 s  f 2 s  f 3  f 4 s  f 5 s", [1, 2, 4, 5], id="before, the third skipped"),
+        pytest.param("f 1  f 2  f s 3  f 4  f 5  f s 6  f s 7", [3, 6, 7], id="after every micro-batch"),
+        pytest.param("f 1  f 2  f 3 s  f 4  f 5  f 6 s", [3, 6], id="after every backward pass"),
+        pytest.param("f s  f s 2  f s  f s 4", [None, 2, None, 4], id="after, every other step"),
+        pytest.param("f s  f 2 s  f s  f 4 s", [None, 2, None, 4], id="before, every other step"),
+        pytest.param("f s f 1  f s f 2  f s f 3", [1, 2, 3], id="after, with a forward pass between"),
+        pytest.param("f s f 1  f s f 2  f f s f 3", [1, 2, 3], id="the same, with a skipped step"),
+        pytest.param("f s 1 1  f s 2 2  f s 3 3", [1, 2, 3], id="twice"),
+    ],
+)
+def test_what_is_said_stands_with_the_step_that_it_is_of(script: str, said: list[int | None]) -> None:
+    loop = Script()
+    assert loop.run(script) == said
+    assert loop.failures == []
+
+
+def test_what_is_replaced_gives_its_slot_back() -> None:
+    loop, free = Loop(), list[tuple[torch.Tensor, Any]]()
+    numbers = [LateNumber(torch.tensor(float(value)), None, free) for value in range(6)]
+    for loss in numbers:
+        loop.tracker.on_forward((), {})
+        loop.steps.tell({"step": 1, "loss": loss, "grad_norm": None})
+    loop.tracker.on_optimizer_end()
+    loop.steps.tell({"step": 1, "loss": 6.0, "grad_norm": None})
+    assert [record.values["loss"] for record in loop.records] == [6.0]
+    assert [slot.item() for slot, _ in free] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 class Text(torch.nn.Module):

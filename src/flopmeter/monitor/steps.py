@@ -18,6 +18,8 @@ from flopmeter.monitor.digest import NOTHING, StepRecord, copied_to_host
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
+from flopmeter.timing import FORWARD
+from flopmeter.timing.late import give_back
 
 LOOK_AGAIN = 8
 """Steps until a measurement that was due and did not begin is tried again; in estimate mode none ever does."""
@@ -55,7 +57,11 @@ class Steps:
         self._details_every = details_every
         self._on_failure = on_failure
         self._ended: StepRecord | None = None
+        """The last step, as long as the loop may have something to say of it."""
         self._values: Mapping[str, Any] = NOTHING
+        """What was said of the running step."""
+        self._said_ns = 0
+        """When that was said, if it may have been of `_ended`: the next forward pass or the next step will tell."""
         self._pending: deque[StepRecord] = deque()
 
     def end(self, now_ns: int) -> None:
@@ -66,7 +72,7 @@ class Steps:
                 tracker.end_evaluation()
             tracker.has_forward = False  # the next one belongs to another step
             if self._ended is not None:
-                self._complete(self._ended, NOTHING)
+                self._settle(self._ended)
             seen = () if tracker.workloads is None else tracker.workloads.take()
             record = self._ended = StepRecord(index, time(), self._clock.take(now_ns), seen)
             self.num_steps = index = index + 1
@@ -74,20 +80,33 @@ class Steps:
                 record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
             if index >= self.next_look or index >= self._sampling_plan.next_step:
                 self._look(record, index)
-            if self._values:
-                self._complete(record, self._values)
-                self._values = NOTHING
+            if self._values:  # a loop that speaks again before the next forward pass means this step, too
+                record.values, self._values = self._values, NOTHING
         except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
             self._on_failure("the end of a step", error)
         self._effort.own_ns += perf_counter_ns() - now_ns
 
     def tell(self, values: Mapping[str, Any]) -> None:
-        """What the loop says of the step that has ended, or else of the one that is running."""
+        """What the loop says of the step that has ended, or of the one that is running once it has a forward pass.
+
+        A loop speaks before or after its optimizer steps. What it says when the optimizer was kept from stepping, or
+        of a micro-batch, is replaced by what it says of the same step later.
+        """
         record = self._ended
-        if record is None:
-            self._values = values
-        else:
-            self._complete(record, values)
+        if record is not None and not self._tracker.has_forward:
+            if record.values:
+                give_back(record.values)
+            record.values = values
+            self._complete(record)
+            return
+        if self._values:
+            give_back(self._values)
+        self._values = values
+        if record is not None:
+            if record.values:
+                self._complete(record)
+            else:
+                self._said_ns = perf_counter_ns()
 
     def switch_off(self) -> None:
         """From now on a step that ends is nobody's business."""
@@ -96,13 +115,23 @@ class Steps:
     def flush(self) -> None:
         """Hand everything over, whether the device has caught up or not."""
         if self._ended is not None:
-            self._complete(self._ended, self._values)
+            self._ended.values = self._ended.values or self._values
+            self._complete(self._ended)
         while self._pending:
             self.put(self._pending.popleft())
 
-    def _complete(self, record: StepRecord, values: Mapping[str, Any]) -> None:
-        self._ended = None
-        record.values = values
+    def _settle(self, record: StepRecord) -> None:
+        """Another step has ended: nothing more will be said of this one.
+
+        What was said during the other one, with no word of this one before, was of this one if a forward pass came
+        after it: such a loop calls its model between a step and its log, as a GAN's does.
+        """
+        if self._said_ns and self._clock.has_begun(FORWARD, self._said_ns):
+            record.values, self._values = self._values, NOTHING
+        self._complete(record)
+
+    def _complete(self, record: StepRecord) -> None:
+        self._ended, self._said_ns = None, 0
         if not self._pending and record.is_ready():
             self.put(record)
             return

@@ -7,6 +7,7 @@ The tensor itself is never kept (it would keep the autograd graph alive), and a 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,7 @@ class LateNumbers:
 
 
 class LateNumber:
-    """A number in a slot. `read` gives the slot back, so it is called once."""
+    """A number in a slot. `read` gives the slot back, so it is called once, and so is `give_back` instead."""
 
     __slots__ = ("_event", "_free", "_slot")
 
@@ -63,8 +64,19 @@ class LateNumber:
     def read(self) -> float:
         """The number."""
         number = cast(float, self._slot.tolist())  # unlike `item`, it does not let go of the interpreter
-        self._free.append((self._slot, self._event))
+        self.give_back()
         return number
+
+    def give_back(self) -> None:
+        """The slot may hold another number."""
+        self._free.append((self._slot, self._event))
+
+
+def give_back(values: Mapping[str, Any]) -> None:
+    """These are not read any more: let their slots hold other numbers. A copy under way lies before those in queue."""
+    for value in values.values():
+        if type(value) is LateNumber:
+            value.give_back()
 
 
 class _Slots:
