@@ -264,6 +264,7 @@ def test_under_torchrun_each_rank_is_measured(tmp_path: Path) -> None:
     assert run.step[-1] == 8
     assert (run.header.model, run.header.world_size) == ("DistributedDataParallel", 2)
     assert said.count("flopmeter: MFU") == 1
+    assert run.last("ranks")["missing"] == []  # the end of a job waits for the other rank's last word
 
 
 @pytest.mark.parametrize("command", [line for block in DOCUMENTED for line in block.splitlines()])

@@ -75,7 +75,13 @@ METRICS: tuple[Metric, ...] = (
         "Share of the wait for data in which the training thread itself computed; on every seventh batch.",
     ),
     _metric("perf/overhead_share", "1", "mean", "Share of wall time that flopmeter itself used."),
-    _metric("perf/goodput", "1", "rank0", "Share of wall time since the first start spent in productive steps."),
+    _metric(
+        "perf/goodput",
+        "1",
+        "rank0",
+        "Share of the wall time since this start's first step spent in steps; the report's goodput counts starting up, "
+        "restarts and lost work, too.",
+    ),
     _metric("resource/gpu_memory_bytes", "byte", "max", "Memory of the GPU in use, by all processes."),
     _metric("resource/gpu_memory_share", "1", "max", "Share of the GPU's memory in use."),
     _metric("resource/gpu_utilisation", "1", "mean", "Share of time in which any kernel ran; says little about MFU."),
