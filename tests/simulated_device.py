@@ -12,6 +12,9 @@ import os
 import threading
 from collections import deque
 
+import pytest
+import torch
+
 from flopmeter.timing.events import DeviceStep, DeviceTimeline
 
 US = 1e-6
@@ -186,6 +189,39 @@ class SimulatedEvents:
 
 def timeline_on(device: SimulatedDevice, num_events: int = 64) -> DeviceTimeline:
     return DeviceTimeline(SimulatedEvents(device, num_events), now_ns=device.host.now_ns)
+
+
+UNKNOWN = -123.0
+"""What memory holds before a copy has come."""
+
+
+class Queue:
+    """Stands in for CUDA where copies go to the host: any tensor is the device's, and its copy comes late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = SimulatedDevice(launch_s=0.0, record_s=0.0)
+        self.num_events = 0
+        self._copies: list[tuple[float, torch.Tensor, torch.Tensor]] = []
+        monkeypatch.setattr("flopmeter.timing.late.to_host", self.to_host)
+        monkeypatch.setattr(torch.cuda, "Event", self.new_event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.device.stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.device.is_capturing)
+
+    def new_event(self) -> SimulatedEvent:
+        self.num_events += 1
+        return SimulatedEvent()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.full_like(tensor, UNKNOWN)
+        self._copies.append((self.device.stream.free_at_s, host, tensor.clone()))
+        self.pass_s(0.0)  # an idle device copies at once
+        return host
+
+    def pass_s(self, seconds: float) -> None:
+        self.device.host.work(seconds)
+        for arrives_s, host, tensor in self._copies:
+            if arrives_s <= self.device.host.now_s:
+                host.data.copy_(tensor)  # as a device writes: no version tells of it
 
 
 class Loop:

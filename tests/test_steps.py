@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ import torch
 from flopmeter import watch
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
-from flopmeter.monitor.digest import NOTHING, StepRecord
+from flopmeter.flops.workload import Needs
+from flopmeter.monitor.digest import NOTHING, StepRecord, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
+from flopmeter.monitor.workloads import Seen, WorkloadReader, resolve
 from flopmeter.timing.late import LateNumber
+from simulated_device import UNKNOWN, Queue
 
 
 class Loop:
@@ -179,6 +184,107 @@ def test_records_keep_their_order_while_the_device_is_behind(monkeypatch: pytest
     event.has_passed = True
     loop.train(1, step=3)
     assert [record.values["step"] for record in loop.records] == [1, 2, 3]
+
+
+class Ahead(Loop):
+    """A host that is ahead of its device, which takes a second for each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, details_every: int = 50) -> None:
+        super().__init__(details_every)
+        self.queue = Queue(monkeypatch)
+        self.tracker.workloads = WorkloadReader(Needs(), self.steps.copies)
+
+    def step(self, length: int) -> None:
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        mask = (torch.arange(8) < length).long().repeat(2, 1)
+        mask.numpy()  # shared from here on: summed at once and copied, as a mask on a GPU is
+        self.tracker.on_forward((), {"input_ids": ids, "attention_mask": mask})
+        self.queue.device.stream.launch(1.0)
+        self.tracker.on_optimizer_end()
+
+    def tokens(self) -> list[int | None]:
+        found = [resolve(record.seen) for record in self.records]
+        return [workload and workload.tokens for workload in found]
+
+
+def test_without_a_word_of_the_loop_a_step_waits_for_its_lengths_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Ahead(monkeypatch)
+    for length in (1, 2, 3, 4, 5):
+        loop.step(length)
+    assert loop.tokens() == [2]  # the first copy had nothing before it
+    loop.queue.pass_s(2.0)  # the copies of the second and third step are there
+    loop.step(6)
+    assert loop.tokens() == [2, 4, 6]
+    loop.queue.pass_s(10.0)
+    loop.steps.flush()
+    assert loop.tokens() == [2, 4, 6, 8, 10, 12]
+    assert loop.failures == []
+
+
+def test_sums_by_dataset_are_read_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Ahead(monkeypatch, details_every=2)
+    for loss in (1.0, 3.0, 5.0):
+        loop.datasets.update("web", torch.tensor(loss))
+        loop.step(1)
+    assert [record.index for record in loop.records] == [0]
+    loop.queue.pass_s(10.0)
+    loop.steps.flush()
+    taken = loop.records[1].datasets
+    assert taken is not None
+    assert dataset_values(taken) == {"dataset/web/loss": 2.0, "dataset/web/samples": 2}  # (1 + 3) / 2
+
+
+def test_what_never_comes_is_unknown_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopmeter.monitor.steps.PATIENCE_S", 0.01)
+    loop = Ahead(monkeypatch, details_every=2)
+    slot = torch.tensor(UNKNOWN)
+    for step in (1, 2):
+        loop.datasets.update("web", torch.tensor(1.0))
+        loop.step(3)
+        loop.steps.tell({"step": step, "loss": LateNumber(slot, Event(), []), "grad_norm": 0.5})
+    loop.steps.flush()
+    assert loop.tokens() == [6, None]
+    assert [(record.values["step"], record.values["grad_norm"]) for record in loop.records] == [(1, 0.5), (2, 0.5)]
+    assert all(math.isnan(record.values["loss"]) for record in loop.records)
+    taken = loop.records[1].datasets
+    assert taken is not None
+    assert dataset_values(taken) == {"dataset/web/samples": 2}
+
+
+def test_a_device_that_fails_leaves_the_step_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Ahead(monkeypatch)
+    loop.queue.device.fail_at_query = 1
+    loop.step(3)
+    loop.step(3)
+    loop.steps.flush()
+    assert loop.tokens() == [None, None]
+    assert loop.failures == []
+
+
+def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopmeter.monitor.effort.COPIES_S", 0.01)
+    loop, learnt = Ahead(monkeypatch), []
+
+    class Source:
+        is_measuring, kind, measures = True, "observed", False
+
+        def note_autocast(self) -> None:
+            pass
+
+        def finish(self, seen: Sequence[Seen]) -> None:
+            workload = resolve(seen)
+            learnt.append(workload and workload.tokens)
+
+    loop.tracker.source = Source()  # type: ignore[assignment]
+    for length, waits_s in ((3, 0.0), (4, 0.0), (5, 10.0)):
+        loop.effort.is_measuring = True
+        loop.step(length)
+        loop.queue.pass_s(waits_s)
+    loop.effort.is_measuring, loop.steps.next_look = True, 0
+    loop.step(6)
+    # The second and the third copy lie behind a step that the device has not done.
+    assert learnt == [6, None, None, 12]
+    assert loop.failures == []
 
 
 def test_a_wish_of_the_background_is_seen_at_the_next_step() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OTHER, PhaseClock, StepTime, split
-from flopmeter.timing.late import LateNumber, LateNumbers, _Slots
+from flopmeter.timing.late import HostCopies, LateNumber, LateNumbers, _Slots
+from simulated_device import UNKNOWN, Queue
 
 
 class FakeClock:
@@ -26,6 +27,11 @@ class FakeClock:
 @pytest.fixture
 def time_() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    return Queue(monkeypatch)
 
 
 @pytest.fixture
@@ -173,6 +179,68 @@ def test_an_error_of_the_users_on_the_device_does_not_come_out_of_us() -> None:
 
     value = LateNumber(torch.tensor(1.0), BrokenEvent(), [])
     assert value.is_ready()
+    assert math.isnan(value.read())  # what the slot held before is another step's
+
+
+def test_copies_are_there_when_the_device_has_passed_the_last_of_them(queue: Queue) -> None:
+    copies = HostCopies()
+    assert copies.put(torch.ones(2)).tolist() == [1.0, 1.0]  # the device has nothing to do
+    queue.device.stream.launch(2.0)
+    second = copies.put(torch.ones(1))
+    assert second.tolist() == [UNKNOWN]
+    arrival, copies.arrival = copies.arrival, None
+    assert arrival is not None
+    queue.pass_s(1.0)
+    assert not arrival.is_ready()
+    queue.pass_s(1.0)
+    assert arrival.is_ready()
+    assert second.tolist() == [1.0]
+    assert arrival.is_ready()  # whoever asks again gets no event of a later step
+    assert queue.num_events == 1
+
+
+def test_an_event_is_used_again_once_it_was_passed(queue: Queue) -> None:
+    copies = HostCopies()
+    for _ in range(50):
+        copies.put(torch.ones(1))
+        arrival, copies.arrival = copies.arrival, None
+        assert arrival is not None
+        queue.pass_s(1.0)
+        assert arrival.is_ready()
+    assert queue.num_events == 1
+
+
+def test_copies_that_never_come_are_waited_for_in_bounded_time(queue: Queue) -> None:
+    copies = HostCopies()
+    queue.device.stream.launch(1e9)
+    copies.put(torch.ones(1))
+    assert copies.arrival is not None
+    assert not copies.arrival.comes_within(0.01)
+
+
+def test_no_event_of_copies_is_asked_for_while_a_graph_is_captured(queue: Queue) -> None:
+    copies = HostCopies()
+    copies.put(torch.ones(1))
+    queue.pass_s(1.0)
+    queue.device.is_capturing = True  # any query raises what no `except` of ours catches
+    assert copies.arrival is not None
+    assert not copies.arrival.is_ready()
+
+
+def test_copies_are_lost_when_the_device_fails(queue: Queue) -> None:
+    queue.device.fail_at_query = 1
+    copies = HostCopies()
+    copies.put(torch.ones(1))
+    assert copies.arrival is not None
+    assert copies.arrival.is_ready()
+    assert copies.arrival.is_lost
+    assert not copies.arrival.comes_within(0.0)
+
+
+def test_on_the_host_there_is_nothing_to_copy() -> None:
+    copies, tensor = HostCopies(), torch.ones(1)
+    assert copies.put(tensor) is tensor
+    assert copies.arrival is None
 
 
 def test_a_loop_that_never_steps_keeps_its_times_in_bounded_memory(clock: PhaseClock, time_: FakeClock) -> None:

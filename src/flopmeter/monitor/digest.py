@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +14,13 @@ from msgspec import Struct
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
 from flopmeter.dataset_metrics import resolve as resolve_datasets
+from flopmeter.flops.workload import Workload
 from flopmeter.metrics import Step, Window
 from flopmeter.monitor.ranks import rank_step, scaled
-from flopmeter.monitor.workloads import Seen, resolve, to_host
+from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import PHASES, StepMark
 from flopmeter.timing import BACKWARD, StepTime, split
-from flopmeter.timing.late import LateNumber
+from flopmeter.timing.late import Arrival, HostCopies, LateNumber
 
 if TYPE_CHECKING:
     from flopmeter.distributed import Ranks
@@ -59,9 +61,18 @@ class StepRecord(Struct, gc=False):
     """What came together by dataset since the last time."""
     wait_cpu_share: float | None = None
     """Share of the wait for data in which this thread computed, where it was looked at."""
+    arrival: Arrival | None = None
+    """When what was copied for `seen` and `datasets` is on the host; None when it is."""
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""
+        arrival = self.arrival
+        if arrival is not None:
+            if not arrival.is_ready():
+                return False
+            if arrival.is_lost:
+                self._forget_copies()
+            self.arrival = None
         values = self.values
         if not values:
             return True
@@ -70,12 +81,27 @@ class StepRecord(Struct, gc=False):
             type(grad_norm) is not LateNumber or grad_norm.is_ready()
         )
 
+    def forget_late(self) -> None:
+        """What is still on its way is unknown for good."""
+        if self.arrival is not None:
+            self._forget_copies()
+            self.arrival = None
+        late = {name for name, value in self.values.items() if type(value) is LateNumber and not value.is_ready()}
+        if late:
+            self.values = {name: math.nan if name in late else value for name, value in self.values.items()}
 
-def copied_to_host(taken: Taken | None) -> Taken | None:
+    def _forget_copies(self) -> None:
+        if not all(isinstance(item, Workload) for item in self.seen):
+            self.seen = ()
+        if self.datasets is not None:
+            self.datasets = replace(self.datasets, sums=None)
+
+
+def copied_to_host(taken: Taken | None, copies: HostCopies) -> Taken | None:
     """Sums by dataset, on their way to the host."""
     if taken is None or taken.sums is None:
         return taken
-    return replace(taken, sums=to_host(taken.sums))
+    return replace(taken, sums=copies.put(taken.sums))
 
 
 class Log(NamedTuple):

@@ -17,6 +17,10 @@ from flopmeter.timing import PhaseClock, split
 
 logger = logging.getLogger("flopmeter")
 
+COPIES_S = 0.1
+"""How long a measured step waits for the lengths of its sequences: they were copied before its forward pass, so that
+the device still has all of the step to do."""
+
 
 class Effort:
     """Starts and closes measurements, within the budget; keeps the account of what they and the rest of us take.
@@ -83,8 +87,9 @@ class Effort:
         with self._clock.pause() as lasted_s:
             if source is not None and is_counted:
                 record.marks = (*record.marks, source.kind)
+                has_come = record.arrival is None or record.arrival.comes_within(COPIES_S)
                 try:
-                    source.finish(record.seen)
+                    source.finish(record.seen if has_come else ())
                 except Exception as error:  # noqa: BLE001 - a model that cannot be counted is timed all the same
                     source.give_up(error)
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from time import perf_counter_ns, time
+from time import monotonic, perf_counter_ns, sleep, time
 from typing import Any
 
 from torch import nn
@@ -19,8 +19,10 @@ from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.timing import FORWARD
-from flopmeter.timing.late import give_back
+from flopmeter.timing.late import POLL_S, HostCopies, give_back
 
+PATIENCE_S = 1.0
+"""What the device is given at the end of the run to deliver the last numbers."""
 LOOK_AGAIN = 8
 """Steps until a measurement that was due and did not begin is tried again; in estimate mode none ever does."""
 
@@ -45,6 +47,8 @@ class Steps:
         self.put = put
         self.num_steps = 0
         """Steps that have ended."""
+        self.copies = HostCopies()
+        """Whatever is read from the device for a step goes through it, so that the record waits for it."""
         self.model: nn.Module | None = None
         self.next_look = 0
         """Before so many steps have ended nothing but a record is due. Set to 0 when something else may be."""
@@ -80,6 +84,8 @@ class Steps:
                 record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
             if index >= self.next_look or index >= self._sampling_plan.next_step:
                 self._look(record, index)
+            if self.copies.arrival is not None:
+                record.arrival, self.copies.arrival = self.copies.arrival, None
             if self._values:  # a loop that speaks again before the next forward pass means this step, too
                 record.values, self._values = self._values, NOTHING
         except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
@@ -113,12 +119,18 @@ class Steps:
         self._tracker.on_step = lambda now_ns: None
 
     def flush(self) -> None:
-        """Hand everything over, whether the device has caught up or not."""
+        """Hand everything over. The device has a moment to catch up; what is not there then is unknown."""
         if self._ended is not None:
             self._ended.values = self._ended.values or self._values
             self._complete(self._ended)
+        deadline_s = monotonic() + PATIENCE_S
         while self._pending:
-            self.put(self._pending.popleft())
+            record = self._pending.popleft()
+            while not (is_ready := record.is_ready()) and monotonic() < deadline_s:
+                sleep(POLL_S)
+            if not is_ready:
+                record.forget_late()
+            self.put(record)
 
     def _settle(self, record: StepRecord) -> None:
         """Another step has ended: nothing more will be said of this one.
@@ -149,11 +161,12 @@ class Steps:
         if tracker.device_time is not None:
             tracker.device_time.end_step(num_steps)
         if effort.is_measuring:
+            record.arrival = self.copies.arrival
             effort.end_step(tracker.source, record, num_steps)
         if tracker.device_time is not None:
             tracker.device_time.take_finished(num_steps, is_typical=not record.marks)  # all marks are known by now
         if num_steps % every == 0:
-            record.datasets = copied_to_host(self._datasets.take())
+            record.datasets = copied_to_host(self._datasets.take(), self.copies)
         if num_steps >= effort.schedule.next_step or num_steps >= self._sampling_plan.next_step:
             effort.begin_step(tracker.source, self.model, num_steps)
         effort.sampling.listen(is_ordinary=num_steps >= WARMUP_STEPS and not effort.is_measuring)

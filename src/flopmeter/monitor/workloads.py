@@ -10,6 +10,7 @@ import torch
 from msgspec import Struct
 
 from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload
+from flopmeter.timing.late import HostCopies
 
 _VALUES_MATTER = (
     "attention_mask", "position_ids", "image_grid_thw", "video_grid_thw", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
@@ -91,10 +92,14 @@ class WorkloadReader:
 
     A batch of which shapes tell everything is looked up by its shapes; one with a mask takes a few device operations,
     whose results are read after the step.
+
+    Args:
+        copies: Brings them to the host.
     """
 
-    def __init__(self, needs: Needs) -> None:
+    def __init__(self, needs: Needs, copies: HostCopies | None = None) -> None:
         self._needs = needs
+        self._to_host = (copies or HostCopies()).put
         self._telling: dict[tuple[str, ...], _Telling] = {}
         self._by_shape: dict[tuple[Any, ...], Workload] = {}
         self._by_lengths: dict[tuple[int, ...], Workload] = {}
@@ -130,7 +135,7 @@ class WorkloadReader:
 
     def _late(self, kwargs: Mapping[str, Any]) -> Seen:
         late = late_workload(kwargs, self._needs)
-        return replace(late, unread={name: to_host(value) for name, value in late.unread.items()})
+        return replace(late, unread={name: self._to_host(value) for name, value in late.unread.items()})
 
     def see_mask(self, mask: torch.Tensor) -> None:
         """The mask of a batch that the model was given without it; with several micro-batches it is nobody's."""
@@ -140,7 +145,7 @@ class WorkloadReader:
     def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
         # Memory shared with numpy cannot be resized. What is written there later changes no version: it is summed now.
         is_ours = mask.is_cpu and mask.untyped_storage().resizable()
-        tensor = mask if is_ours else to_host(_row_sums(mask))
+        tensor = mask if is_ours else self._to_host(_row_sums(mask))
         return Lengths(tensor, padded_to, self._needs, self._by_lengths, tensor._version)
 
     def take(self) -> tuple[Seen, ...]:
@@ -165,11 +170,3 @@ def resolve(seen: Sequence[Seen]) -> Workload | None:
             return None
         total = known if total is None else total + known
     return total
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on its way to the host, without waiting for it."""
-    if tensor.device.type != "cuda":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -1,18 +1,23 @@
-"""Loss and gradient norm without waiting for them: copied at once, read when the device has caught up.
+"""Numbers of the device without waiting for them: copied at once, read when the device has caught up.
 
-The tensor itself is never kept (it would keep the autograd graph alive), and a bare `detach()` would show what a later
+A loss is never kept itself (it would keep the autograd graph alive), and a bare `detach()` would show what a later
 `loss /= 4` made of it. So its value is copied into a slot of our own, and read when an event says that it is there.
+Lengths of sequences and sums by dataset are tensors of our own making: they are copied whole, with one event for all
+of a step's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from time import monotonic, sleep
 from typing import Any, cast
 
 import torch
 
 NUM_SLOTS = 256
+POLL_S = 1e-3
+"""From one question to the next, where somebody waits."""
 
 
 class LateNumbers:
@@ -43,12 +48,13 @@ class LateNumbers:
 class LateNumber:
     """A number in a slot. `read` gives the slot back, so it is called once, and so is `give_back` instead."""
 
-    __slots__ = ("_event", "_free", "_slot")
+    __slots__ = ("_event", "_free", "_is_lost", "_slot")
 
     def __init__(self, slot: torch.Tensor, event: Any, free: list[tuple[torch.Tensor, Any]]) -> None:
         self._slot = slot
         self._event = event
         self._free = free
+        self._is_lost = False
 
     def is_ready(self) -> bool:
         """Whether `read` can answer without waiting. Call it on the training thread only."""
@@ -58,11 +64,13 @@ class LateNumber:
             # Asking for an event while a graph is captured would spoil it.
             return not torch.cuda.is_current_stream_capturing() and bool(self._event.query())
         except RuntimeError:  # the user's own error on the device: their next call shall report it, not ours
-            self._event = None
+            self._event, self._is_lost = None, True
             return True
 
     def read(self) -> float:
-        """The number."""
+        """The number; NaN when the device failed before it came. Only for one that is ready."""
+        if self._is_lost:
+            return math.nan
         number = cast(float, self._slot.tolist())  # unlike `item`, it does not let go of the interpreter
         self.give_back()
         return number
@@ -70,6 +78,80 @@ class LateNumber:
     def give_back(self) -> None:
         """The slot may hold another number."""
         self._free.append((self._slot, self._event))
+
+
+class HostCopies:
+    """Copies of tensors on their way to the host. For the training thread.
+
+    On CUDA they go into pinned memory. Elsewhere the tensor itself is its copy, to be read later.
+    """
+
+    def __init__(self) -> None:
+        self.arrival: Arrival | None = None
+        """When the copies of the running step are there; None when there are none. Whoever takes it puts None."""
+        self._free: dict[torch.device, list[Any]] = {}
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy, which says nothing before `arrival` is ready."""
+        host = to_host(tensor)
+        if host is not tensor:
+            if self.arrival is None:
+                self.arrival = Arrival(self._free)
+            self.arrival.mark(tensor.device)
+        return host
+
+
+class Arrival:
+    """When copies are on the host: one event for each device, used again once it was passed.
+
+    Args:
+        free: Events by device that nobody waits for.
+    """
+
+    __slots__ = ("_events", "_free", "is_lost")
+
+    def __init__(self, free: dict[torch.device, list[Any]]) -> None:
+        self.is_lost = False
+        """Whether the device failed before they came."""
+        self._events: dict[torch.device, Any] = {}
+        self._free = free
+
+    def mark(self, device: torch.device) -> None:
+        """A copy was queued on this device; its event moves behind it."""
+        event = self._events.get(device)
+        if event is None:
+            free = self._free.setdefault(device, [])
+            event = self._events[device] = free.pop() if free else _event(is_cuda=True)
+        event.record(torch.cuda.current_stream(device))
+
+    def is_ready(self) -> bool:
+        """Whether all copies are there, or lost. Call it on the training thread only."""
+        try:
+            # Asking for an event while a graph is captured would spoil it.
+            if torch.cuda.is_current_stream_capturing() or not all(event.query() for event in self._events.values()):
+                return False
+        except RuntimeError:  # the user's own error on the device: their next call shall report it, not ours
+            self.is_lost = True
+            return True
+        for device, event in self._events.items():
+            self._free[device].append(event)
+        self._events = {}
+        return True
+
+    def comes_within(self, seconds: float) -> bool:
+        """Whether the copies are there, which is asked again and again for so long: the device is not synchronised."""
+        deadline_s = monotonic() + seconds
+        while not (is_ready := self.is_ready()) and monotonic() < deadline_s:
+            sleep(POLL_S)
+        return is_ready and not self.is_lost
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on its way to the host, without waiting for it."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def give_back(values: Mapping[str, Any]) -> None:
