@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flopmeter import watch
+from flopmeter import load_run, watch
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.flops.workload import Needs
@@ -317,3 +317,24 @@ def test_switched_off_it_makes_no_more_records() -> None:
     loop.steps.flush()
     assert loop.records == []
     assert loop.steps.num_steps == 0
+
+
+@pytest.mark.parametrize("is_told_after", [False, True])
+def test_a_mask_that_is_told_with_the_step_is_that_steps(tmp_path: Path, is_told_after: bool) -> None:
+    model, ids = torch.nn.Embedding(4, 2), torch.ones(2, 8, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, output_dir=tmp_path) as monitor:
+        for step in range(1, 9):
+            mask = (torch.arange(8) < step).long().expand(2, 8)
+            model(ids).sum().backward()
+            if is_told_after:
+                optimizer.step()
+            monitor.log_step(step, attention_mask=mask)
+            if not is_told_after:
+                optimizer.step()
+    run = load_run(tmp_path)
+    tokens = [
+        rate * step_s
+        for rate, step_s in zip(run.column("perf/tokens_per_second"), run.column("perf/step_time"), strict=True)
+    ]
+    assert tokens == pytest.approx([2.0 * step for step in range(1, 9)])

@@ -293,8 +293,8 @@ class TrainingMonitor:
         try:
             if self._state == "new":
                 self.start_training()
-            if attention_mask is not None and self._tracker.workloads is not None:
-                self._tracker.workloads.see_mask(attention_mask)
+            if attention_mask is not None:
+                self._steps.see_mask(attention_mask)
             if not self._has_optimizer:
                 self._steps.end(start_ns)
                 start_ns = perf_counter_ns()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic, perf_counter_ns, sleep, time
 from typing import Any
 
+import torch
 from torch import nn
 
 from flopmeter.dataset_metrics import DatasetMetrics
@@ -113,6 +114,18 @@ class Steps:
                 self._complete(record)
             else:
                 self._said_ns = perf_counter_ns()
+
+    def see_mask(self, mask: torch.Tensor) -> None:
+        """The mask of the step that the loop is about to tell of."""
+        workloads, record = self._tracker.workloads, self._ended
+        if workloads is None:
+            return
+        if record is None or self._tracker.has_forward:
+            workloads.see_mask(mask)
+            return
+        record.seen = workloads.with_mask(record.seen, mask)
+        if self.copies.arrival is not None:  # later on the same device than whatever the record waits for
+            record.arrival, self.copies.arrival = self.copies.arrival, None
 
     def switch_off(self) -> None:
         """From now on a step that ends is nobody's business."""

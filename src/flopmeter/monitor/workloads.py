@@ -138,9 +138,12 @@ class WorkloadReader:
         return replace(late, unread={name: self._to_host(value) for name, value in late.unread.items()})
 
     def see_mask(self, mask: torch.Tensor) -> None:
-        """The mask of a batch that the model was given without it; with several micro-batches it is nobody's."""
-        if mask.dim() == 2 and len(self._seen) <= 1:
-            self._seen = [self._lengths(mask, mask.shape[1])]
+        """The mask of a batch that the model was given without it."""
+        self._seen = list(self.with_mask(self._seen, mask))
+
+    def with_mask(self, seen: Sequence[Seen], mask: torch.Tensor) -> Sequence[Seen]:
+        """What was seen of a step whose mask is told apart; with several micro-batches it is nobody's."""
+        return (self._lengths(mask, mask.shape[1]),) if mask.dim() == 2 and len(seen) <= 1 else seen
 
     def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
         # Memory shared with numpy cannot be resized. What is written there later changes no version: it is summed now.
