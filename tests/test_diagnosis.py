@@ -96,16 +96,33 @@ def test_a_healthy_run_has_one_finding_and_it_says_so(tmp_path: Path) -> None:
 def test_the_headline_says_where_the_run_stands(tmp_path: Path, ideal_s: float, standing: str) -> None:
     result = diagnose(HEALTHY.but(ideal_s=ideal_s).run(tmp_path))  # steps of 100 ms
     assert result.standing == standing
-    assert result.headline.startswith(f"MFU is {ideal_s * 1000:.1f} %, {standing}: ")
+    assert result.headline.startswith(f"MFU over the wall time is {ideal_s * 1000:.1f} %, {standing}: ")
 
 
 def test_the_headline_names_the_first_cause_and_its_gain(tmp_path: Path) -> None:
     # 100 ms a step of which 50 + 1 are waiting: without them 100/(150 - 51) = 1.515 times as fast.
     result = diagnose(HEALTHY.but(data_wait_s=0.051).run(tmp_path))
     assert result.headline == (
-        "MFU is 33.3 %, fair: the steps wait for data for 34.0 % of the time, and the loader is not computing; "
+        "MFU over the wall time is 33.3 %, fair: the steps wait for data for 34.0 % of the time, and the loader is not computing; "
         "without that it would run about 51.5 % faster."
     )
+
+
+def test_a_gain_beyond_twice_the_speed_is_told_as_a_multiple(tmp_path: Path) -> None:
+    # 99 ms of work beside 901 of waiting: without the wait 1000/99 = 10.1 times as fast.
+    result = diagnose(HEALTHY.but(data_wait_s=0.901).run(tmp_path))
+    assert result.headline.endswith("; without that it would run about 10.1 times as fast.")
+
+
+@pytest.mark.parametrize(("num_steps", "ending"), [(1, " (from 1 step only)."), (9, " (from 9 steps only)."), (10, "")])
+def test_the_headline_of_few_steps_says_so(tmp_path: Path, num_steps: int, ending: str) -> None:
+    result = diagnose(HEALTHY.but(num_steps=num_steps, data_wait_s=0.051).run(tmp_path))
+    assert result.headline.endswith(f"51.5 % faster{ending or '.'}")  # as above: 150/99
+
+
+def test_the_headline_does_not_give_a_cause_as_the_reason_of_an_unknown_mfu(tmp_path: Path) -> None:
+    result = diagnose(HEALTHY.but(ideal_s=None, data_wait_s=0.1).run(tmp_path))
+    assert result.headline.startswith("MFU is unknown; the steps wait for data")
 
 
 def test_an_unknown_mfu_still_gets_a_diagnosis(tmp_path: Path) -> None:
@@ -216,13 +233,20 @@ def test_the_command_shows_headline_bars_findings_and_what_was_not_checked(tmp_p
     HEALTHY.but(data_wait_s=0.051, facts=None).run(tmp_path)
     answer = flopmeter("diagnose", str(tmp_path), COLUMNS="160")
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.startswith("MFU is 33.3 %, fair: the steps wait for data")
-    assert "data_wait" in answer.stdout
+    assert answer.stdout.startswith("MFU over the wall time is 33.3 %, fair: the steps wait for data")
+    assert "Waiting for data" in answer.stdout
+    assert "data_wait" not in answer.stdout
     assert "34.0" in answer.stdout
     assert "1. data_stall: " in answer.stdout
     assert "+51.5 % (from +20.5 to +51.5 %)" in answer.stdout  # 150/(150 - 25.5) = 1.205
     assert "Not checked, because" in answer.stdout
     assert "eager_attention" in answer.stdout
+
+
+def test_the_command_says_once_that_a_run_without_steps_cannot_be_judged(tmp_path: Path) -> None:
+    record(tmp_path, [{"kind": "header", "schema": 1}])
+    answer = flopmeter("diagnose", str(tmp_path), COLUMNS="160")
+    assert answer.stdout == "MFU is unknown; nothing could be judged: no step of the window has a duration.\n"
 
 
 def test_the_command_gives_json_with_every_part(tmp_path: Path) -> None:

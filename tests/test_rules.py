@@ -469,3 +469,48 @@ class TestImpossible:
     def test_a_possible_one_is_fine_and_an_unknown_one_is_not_checked(self, tmp_path: Path) -> None:
         assert look("impossible_mfu", tmp_path, PLAN) is None
         assert why_not("impossible_mfu", tmp_path, PLAN.but(ideal_s=None)) == "no step has perf/mfu"
+
+
+class TestHealthy:
+    """The advice goes by the largest part; steps of 100 ms at 50 ms of ideal."""
+
+    slow = PLAN.but(matmul_s=0.080)  # 30 ms beyond the ideal, of 110
+    peak = event("peak", START_S, dtype="fp32", flop_per_s=2e12, source="derived")
+
+    def test_slow_matmuls_want_larger_matrices_and_a_look_at_the_peak(self, tmp_path: Path) -> None:
+        finding = find("healthy", tmp_path, self.slow.but(events=(self.peak,)))
+        assert finding.evidence[0] == "matmuls below peak: 27.3 % of the time"  # 30/110
+        assert finding.advice[0].startswith("larger matrices")
+        assert finding.advice[1].endswith("flopmeter peak --measure")
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"header": {"mode": "trace"}}, {"events": ({**peak, "source": "measured"},)}],
+        ids=["the device is elsewhere", "it is measured already"],
+    )
+    def test_nobody_is_told_to_measure_in_vain(self, tmp_path: Path, changes: dict[str, Any]) -> None:
+        advice = find("healthy", tmp_path, self.slow.but(**changes)).advice
+        assert len(advice) == 1
+        assert advice[0].startswith("larger matrices")
+
+    @pytest.mark.parametrize(
+        ("changes", "part", "advice"),
+        [
+            ({"non_matmul_s": 0.030}, "other operators: 27.3 % of the time", "torch.compile"),
+            ({"gap_s": 0.034}, "launch gaps: 26.2 % of the time", "fewer and larger operators"),  # 34/130
+            ({"optimizer_s": 0.035}, "optimizer: 26.9 % of the time", "fused=True"),  # 35/130
+        ],
+    )
+    def test_each_part_has_its_own_advice(
+        self, tmp_path: Path, changes: dict[str, Any], part: str, advice: str
+    ) -> None:
+        finding = find("healthy", tmp_path, PLAN.but(**changes))
+        assert finding.evidence[0] == part
+        assert advice in finding.advice[0]
+        assert "peak --measure" not in " ".join(finding.advice)
+
+    @pytest.mark.parametrize(("mode", "advice"), [("estimate", "mode: smart"), ("smart", "profile_steps: true")])
+    def test_what_the_record_does_not_tell_another_record_would(self, tmp_path: Path, mode: str, advice: str) -> None:
+        finding = find("healthy", tmp_path, PLAN.but(num_profiles=0, header={"mode": mode}))
+        assert finding.evidence[0] == "unexplained: 44.0 % of the time"  # 100 less 50 ideal, 5 optimizer, 1 data wait
+        assert advice in finding.advice[0]

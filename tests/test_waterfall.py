@@ -171,6 +171,11 @@ def test_the_run_is_split_from_the_end_of_warm_up(tmp_path: Path) -> None:
     assert run.waterfall(start=0).wall_s == pytest.approx(17.6)
 
 
+@pytest.mark.parametrize(("num_steps", "words"), [(1, "only 1 ordinary step,"), (3, "only 3 ordinary steps,")])
+def test_few_steps_are_counted_in_the_note(tmp_path: Path, num_steps: int, words: str) -> None:
+    assert words in marked_run(tmp_path, [0.2] * num_steps, {}).waterfall().note
+
+
 def test_what_measured_steps_took_longer_is_a_pause(tmp_path: Path) -> None:
     # Four ordinary steps of 200 ms; the observed and the profiled one took 300 + 500 ms more than that.
     run = marked_run(tmp_path, [0.2, 0.2, 0.5, 0.2, 0.7, 0.2], {2: ["observed"], 4: ["profiled"]})

@@ -29,8 +29,9 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     from rich.table import Table
 
     console.print(clean(diagnosis.headline, console), style="bold")
-    if diagnosis.waterfall.parts:
-        console.print(_bars(diagnosis.waterfall, "#" if console.options.ascii_only else "█"))
+    if not diagnosis.waterfall.parts:  # no step to judge: the headline has said why, and it is every rule's reason
+        return
+    console.print(_bars(diagnosis.waterfall, "#" if console.options.ascii_only else "█"))
     if diagnosis.waterfall.note:
         console.print(f"Note: {clean(diagnosis.waterfall.note, console)}.")
     for number, finding in enumerate(diagnosis.findings, start=1):
@@ -53,8 +54,11 @@ def _bars(waterfall: Waterfall, ink: str) -> Table:
     """The parts as bars of a common scale, in points of the wall time."""
     from rich.table import Table
 
+    from flopmeter.waterfall import LABELS
+
+    num_steps = f"{waterfall.num_steps} step{'s' * (waterfall.num_steps != 1)}"
     table = Table(
-        title=f"Where {waterfall.wall_s:.3g} s of {waterfall.num_steps} steps went, in points of wall time",
+        title=f"Where {waterfall.wall_s:.3g} s of {num_steps} went, in points of wall time",
         title_justify="left",
         title_style="",
         box=None,
@@ -68,7 +72,7 @@ def _bars(waterfall: Waterfall, ink: str) -> Table:
         length = round(BAR_WIDTH * abs(part.share) / widest)
         bar = (ink if part.share >= 0 else "-") * length
         doubt = part.uncertainty_s / waterfall.wall_s
-        table.add_row(part.name, f"{100 * part.share:.1f}", f"{100 * doubt:.1f}", bar)
+        table.add_row(LABELS.get(part.name, part.name), f"{100 * part.share:.1f}", f"{100 * doubt:.1f}", bar)
     return table
 
 

@@ -126,8 +126,8 @@ def _figures_table(comparison: Comparison) -> Table:
 
 
 def _parts_table(comparison: Comparison) -> Table:
-    from flopmeter.report._facts import LABELS
     from flopmeter.report._text import percent, points
+    from flopmeter.waterfall import LABELS
 
     table = _table("Where the time went", comparison.names, "Change")
     for name, shares in comparison.parts.items():

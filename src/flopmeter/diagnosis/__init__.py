@@ -29,6 +29,7 @@ from flopmeter.diagnosis._evidence import Evidence, percent
 from flopmeter.diagnosis._finding import Finding, Gain, NotCheckedError
 from flopmeter.errors import ConfigError, did_you_mean
 from flopmeter.waterfall import Waterfall
+from flopmeter.waterfall.split import FEW_STEPS
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
@@ -150,12 +151,22 @@ def _standing(mfu: float | None) -> Standing:
 
 
 def _headline(mfu: float | None, findings: tuple[Finding, ...], evidence: Evidence, num_blind: int) -> str:
-    where = f"MFU is {percent(mfu)}, {_standing(mfu)}" if mfu is not None else "MFU is unknown"
+    where = "MFU is unknown" if mfu is None else f"MFU over the wall time is {percent(mfu)}, {_standing(mfu)}"
     if not findings:
         return f"{where}; nothing could be judged: {evidence.waterfall.note or 'no rule could be checked'}."
     first = findings[0]
+    cause = f"{where}{';' if mfu is None else ':'} {first.title}"
     if RULES[first.rule].is_last_resort and num_blind:
-        return f"{where}: {first.title}, though {num_blind} of {len(RULES) - 1} rules could not look."
-    if first.gain is None:
-        return f"{where}: {first.title}."
-    return f"{where}: {first.title}; without that it would run about {percent(first.gain.expected)} faster."
+        cause += f", though {num_blind} of {len(RULES) - 1} rules could not look"
+    elif first.gain is not None:
+        cause += f"; without that it would run about {_faster(first.gain.expected)}"
+    return f"{cause}{_reserve(evidence.window.num_ordinary)}."
+
+
+def _faster(gain: float) -> str:
+    """Beyond twice as fast, percentages are hard to picture."""
+    return f"{percent(gain)} faster" if gain <= 1 else f"{1 + gain:.1f} times as fast"
+
+
+def _reserve(num_steps: int) -> str:
+    return f" (from {num_steps} step{'s' * (num_steps != 1)} only)" if num_steps < FEW_STEPS else ""

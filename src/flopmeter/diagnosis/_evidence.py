@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopmeter.diagnosis._finding import Gain, NotCheckedError
 from flopmeter.goodput import LONGEST_S
-from flopmeter.waterfall import assemble
+from flopmeter.waterfall import LABELS, assemble
 from flopmeter.waterfall.split import Split
 from flopmeter.waterfall.window import Window, known, mapping, number
 
@@ -74,6 +74,11 @@ class Evidence:
         return self.run.headers[-1].device if self.run.headers else ""
 
     @property
+    def mode(self) -> str:
+        """How the FLOPs were obtained; "trace" for a run that was made of a profiler's trace, "" when unknown."""
+        return self.run.headers[-1].mode if self.run.headers else ""
+
+    @property
     def world_size(self) -> int:
         """Ranks of the job."""
         return self.run.headers[-1].world_size if self.run.headers else 1
@@ -82,7 +87,7 @@ class Evidence:
         """Share of the wall time of a part of the waterfall."""
         share = self.waterfall.share(part)
         if share is None:
-            raise NotCheckedError(_MISSING_PART.get(part, f"the record does not tell {part.replace('_', ' ')}"))
+            raise NotCheckedError(_MISSING_PART.get(part, f"the record does not tell {LABELS.get(part, part).lower()}"))
         return share
 
     def seconds(self, part: str) -> float:

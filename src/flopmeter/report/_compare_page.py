@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from flopmeter import __version__
 from flopmeter.report import _compare_words as words
 from flopmeter.report._charts import Figure, plain_text
-from flopmeter.report._facts import LABELS
 from flopmeter.report._page import page, template
 from flopmeter.report._text import clean, number, percent, points
+from flopmeter.waterfall import LABELS
 
 if TYPE_CHECKING:
     from flopmeter.compare import Comparison

@@ -25,27 +25,13 @@ from flopmeter.report._series import phases_of, series_of
 from flopmeter.report._text import clean, number
 from flopmeter.report._work import work_of
 from flopmeter.schema import RUN_FILE
+from flopmeter.waterfall import LABELS
 from flopmeter.waterfall.window import mapping
 
 FACTS_VERSION = 1
 MAX_DATASETS = 100
 MAX_SENTENCES = 40
 MAX_SENTENCE = 600
-
-LABELS = {
-    "ideal": "Useful work at peak",
-    "recompute": "Recomputation",
-    "matmul_below_peak": "Matmuls below peak",
-    "non_matmul": "Other operators",
-    "optimizer": "Optimizer",
-    "exposed_communication": "Exposed communication",
-    "launch_gaps": "Launch gaps",
-    "data_wait": "Waiting for data",
-    "host_to_device": "Host to device",
-    "pauses": "Pauses",
-    "unexplained": "Unexplained",
-}
-"""What the parts of a waterfall are called on the page."""
 
 _HEADLINE_KEYS = ("mfu", "hfu", "mfu_processed", "tokens_per_second", "samples_per_second", "overhead_share")
 

@@ -48,7 +48,7 @@ def _figures(headline: dict[str, Any], wall_mfu: float | None) -> list[tuple[str
     rate = "tokens" if headline["tokens_per_second"] is not None else "samples"
     step = f"{seconds(headline['step_median_s'])} median, 95 % below {seconds(headline['step_p95_s'])}"
     return [
-        ("MFU", f"{percent(headline['mfu'])} in steady steps{_over_all(wall_mfu)}"),
+        ("MFU", f"{percent(headline['mfu'])} in steady steps{_over_wall_time(wall_mfu)}"),
         ("HFU", percent(headline["hfu"])),
         (f"{rate}/s", plain(headline[f"{rate}_per_second"])),
         ("step time", step),
@@ -56,8 +56,8 @@ def _figures(headline: dict[str, Any], wall_mfu: float | None) -> list[tuple[str
     ]
 
 
-def _over_all(mfu: float | None) -> str:
-    return "" if mfu is None else f", {percent(mfu)} over all wall time"
+def _over_wall_time(mfu: float | None) -> str:
+    return "" if mfu is None else f", {percent(mfu)} over the wall time after warm-up"
 
 
 def spark_line(line: dict[str, Any] | None, width: int = LINE_WIDTH) -> str:

@@ -37,21 +37,23 @@ from flopmeter.waterfall.window import Window
 if TYPE_CHECKING:
     from flopmeter.record import Run
 
-__all__ = ["PART_NAMES", "Part", "Waterfall", "assemble", "waterfall"]
+__all__ = ["LABELS", "PART_NAMES", "Part", "Waterfall", "assemble", "waterfall"]
 
-PART_NAMES = (
-    "ideal",
-    "recompute",
-    "matmul_below_peak",
-    "non_matmul",
-    "optimizer",
-    "exposed_communication",
-    "launch_gaps",
-    "data_wait",
-    "host_to_device",
-    "pauses",
-    "unexplained",
-)
+LABELS = {
+    "ideal": "Useful work at peak",
+    "recompute": "Recomputation",
+    "matmul_below_peak": "Matmuls below peak",
+    "non_matmul": "Other operators",
+    "optimizer": "Optimizer",
+    "exposed_communication": "Exposed communication",
+    "launch_gaps": "Launch gaps",
+    "data_wait": "Waiting for data",
+    "host_to_device": "Host to device",
+    "pauses": "Pauses",
+    "unexplained": "Unexplained",
+}
+"""What people read where the code says the part's name; the report, `diagnose` and `compare` all say this."""
+PART_NAMES = tuple(LABELS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -206,7 +206,8 @@ class Split:
         if self.window.ordinary is self.window.timed and self.window.timed[0][0] in self.window.run.marks:
             notes.append("every step of the window is marked as warm-up or measured, so none is ordinary")
         elif self.window.num_ordinary < FEW_STEPS:
-            notes.append(f"only {self.window.num_ordinary} ordinary steps, which is too few to rely on")
+            num = self.window.num_ordinary
+            notes.append(f"only {num} ordinary step{'s' * (num != 1)}, which is too few to rely on")
         return "; ".join(notes)
 
 

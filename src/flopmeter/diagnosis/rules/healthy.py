@@ -2,18 +2,32 @@
 
 How we know. All other rules were asked, and none found anything; those that could not look are listed as not checked.
 
-What to do. If the MFU is low all the same, look at the waterfall: time in matmul_below_peak means that the matmuls
+What to do. If the MFU is low all the same, look at the largest part of the waterfall. Matmuls below peak: the matmuls
 themselves are slow for this device (small sizes, an odd layout, a peak that nothing reaches: `flopmeter peak
---measure` shows what matmuls can do here), time in unexplained means that the record does not tell enough. Larger
-matrices help the first: a larger batch, longer sequences, a wider model.
+--measure` shows what matmuls can do here); larger matrices help, by a larger batch, longer sequences or a wider model.
+Other operators: fuse them with torch.compile or fused kernels. Unexplained: the record does not tell enough; smart
+mode with monitoring.profile_steps: true looks inside forward and backward.
 """
 
 from __future__ import annotations
 
 from flopmeter.diagnosis._evidence import Evidence, percent
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.waterfall import LABELS
 
 IS_LAST_RESORT = True
+
+_ADVICE = {
+    "recompute": "store more activations and recompute fewer, as far as memory allows",
+    "matmul_below_peak": "larger matrices run closer to the peak: a larger batch, longer sequences or a wider model",
+    "non_matmul": "fuse the other operators: torch.compile(model), or fused kernels for norms, attention and loss",
+    "optimizer": "a fused optimizer (fused=True); a larger batch spreads the update over more samples",
+    "exposed_communication": "hide communication behind computing: more work a rank between two exchanges",
+    "launch_gaps": "fewer and larger operators: a larger batch, or torch.compile(model)",
+    "data_wait": "load ahead: more workers of the DataLoader, or a larger prefetch_factor",
+    "host_to_device": "copy beside computing: pin_memory=True and .to(device, non_blocking=True)",
+    "pauses": "evaluate and save less often, or beside the training",
+}
 
 
 def check(evidence: Evidence) -> Finding | None:
@@ -22,7 +36,7 @@ def check(evidence: Evidence) -> Finding | None:
     largest = sorted(losses, key=lambda part: -part.share)[:2]
     matmul_s = evidence.seconds_or_zero("matmul_below_peak")
     ideal_s = evidence.seconds_or_zero("ideal")
-    found = [f"{part.name.replace('_', ' ')} takes {percent(part.share)} of the time" for part in largest]
+    found = [f"{LABELS[part.name].lower()}: {percent(part.share)} of the time" for part in largest]
     if ideal_s > 0 and evidence.sampled and ideal_s + matmul_s > 0:
         found.append(f"matmuls run at {percent(ideal_s / (ideal_s + matmul_s))} of the peak while they run")
     return Finding(
@@ -30,6 +44,29 @@ def check(evidence: Evidence) -> Finding | None:
         title="no known cause of lost time stands out",
         lost=0.0,
         evidence=tuple(found),
-        advice=("see what matmuls reach on this device: flopmeter peak --measure",),
+        advice=_advice(evidence, largest[0].name),
         gain=None,
     )
+
+
+def _advice(evidence: Evidence, part: str) -> tuple[str, ...]:
+    """What helps against the largest part."""
+    if part == "unexplained":
+        return (_what_would_tell(evidence),)
+    if part == "matmul_below_peak" and _can_be_measured(evidence):
+        return _ADVICE[part], "see what matmuls reach on this device: flopmeter peak --measure"
+    return (_ADVICE[part],)
+
+
+def _what_would_tell(evidence: Evidence) -> str:
+    if evidence.sampled:
+        return "the time lies outside what the profiler sees: look at the loop's own code, or record a longer run"
+    if evidence.mode == "estimate":
+        return "estimate mode samples no step: record with monitoring.mfu_calculation_mode: smart to learn more"
+    return "no step was sampled: record with monitoring.profile_steps: true, and for longer, to learn more"
+
+
+def _can_be_measured(evidence: Evidence) -> bool:
+    """Not where the device is elsewhere, as that of a trace is, and not where the peak is a measurement already."""
+    peaks = evidence.run.peaks().values() if evidence.run.headers else ()
+    return evidence.mode != "trace" and not any(peak.get("source") == "measured" for peak in peaks)
