@@ -31,6 +31,7 @@ from flopmeter.report._page import page, safe_json
 from flopmeter.report._series import MAX_POINTS, series_of
 from flopmeter.report._terminal import show, spark_line
 from flopmeter.report._text import amount, clean, number, percent, points, seconds
+from made_traces import MadeTrace
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -518,6 +519,22 @@ def test_the_command_writes_the_page_beside_the_run(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == f"Report: {folder / 'report.html'}\n"
     assert (folder / "report.html").stat().st_size > 1e6
+
+
+def test_the_report_of_a_trace_is_left_here_under_its_name(tmp_path: Path) -> None:
+    """A trace may lie among other people's data, beside others whose reports would replace each other."""
+    data, here = tmp_path / "data", tmp_path / "here"
+    data.mkdir()
+    here.mkdir()
+    made = MadeTrace()
+    made.step(0, 0, 100)
+    made.kernel("ampere_sgemm_32x32", 30, 60, launch=10)
+    trace = made.write(data, "rank.0.json.gz")
+    command = [sys.executable, "-m", "flopmeter", "report", str(trace)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+    assert answer.stdout == "Report: rank.0-report.html\n", answer.stderr
+    assert (here / "rank.0-report.html").stat().st_size > 1e6
+    assert list(data.iterdir()) == [trace]
 
 
 def test_the_command_prints_other_formats(tmp_path: Path) -> None:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flopmeter.errors import RecordError
-from flopmeter.report import check_format, place_of, render_facts, write_text
+from flopmeter.report import REPORT_FILE, check_format, place_of, render_facts, write_text
+
+if TYPE_CHECKING:
+    from flopmeter.record import Run
 
 
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder, its run file, or a profiler trace.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write. Default: report.html beside the run file.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write. Default: report.html beside the run file; for a trace NAME-report.html here.",
+        ),
     ] = None,
     format: Annotated[
         str | None, typer.Option("--format", help="html, md, json or txt; without -o the last three go to stdout.")
@@ -28,8 +36,7 @@ def command(
     if format is not None:
         check_format(format)
     goes_to_stdout = output is None and format not in (None, "html")
-    beside = run if run.is_dir() else run.parent
-    target, kind = (beside, str(format)) if goes_to_stdout else place_of(output or beside, format)
+    stated = None if output is None else place_of(output, format)
     from rich.console import Console
 
     from flopmeter.report._facts import facts_of
@@ -38,6 +45,7 @@ def command(
     talk = Console(stderr=True)
     with talk.status("Reading the run ..."):
         loaded = load_any(run)
+    target, kind = stated or place_of(_default_place(loaded), format)
     with talk.status("Making the report ..."):
         facts = facts_of(loaded)
         text = render_facts(facts, kind)
@@ -52,6 +60,14 @@ def command(
         show(facts, console)
         console.print()
     typer.echo(f"Report: {target}")
+
+
+def _default_place(run: Run) -> Path:
+    """Beside the run file; a trace may lie among other people's data, and beside others that want a report too."""
+    if run.header.mode != "trace":
+        return run.path.parent
+    name = run.path.name.removesuffix(".gz").removesuffix(".json")
+    return Path(f"{name}-{REPORT_FILE}")
 
 
 def _print(text: str) -> None:
