@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopmeter.devices import find_device, list_devices, measure, normalise_dtype, peak_flops
+from flopmeter.devices import Device, find_device, list_devices, measure, normalise_dtype, peak_flops
 from flopmeter.devices import uses_tf32 as torch_uses_tf32
 from flopmeter.devices.table import _table, normalise_name
 from flopmeter.errors import ConfigError, UnknownDeviceError
@@ -320,3 +320,25 @@ peak_flops("NVIDIA L4", "bf16"), peak_flops("cpu", "fp32"), list_devices(), uses
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said", "unsaid"),
+    [
+        ("bf16", "1979 is with sparsity", "CUDA cores"),
+        ("fp64", "CUDA cores do 34", "sparsity"),
+        ("fp8", "", "sparsity"),
+    ],
+)
+def test_a_note_about_one_dtype_is_not_shown_for_another(dtype: str, said: str, unsaid: str) -> None:
+    note = peak_flops("NVIDIA H100 80GB HBM3", dtype).note
+    assert said in note
+    assert unsaid not in note
+
+
+def test_a_note_about_two_dtypes_or_none_is_shown_for_each_it_is_about() -> None:
+    note = "A card. bf16 and fp16: at 2.5 GHz. fp8 is slow."
+    device = Device(names=("X",), peak_flop_per_s={}, source="", date="", note=note, derived={"fp16": "as bf16"})
+    assert device.notes("fp16") == ("A card.", "bf16 and fp16: at 2.5 GHz.", "fp16 is derived: as bf16.")
+    assert device.notes("fp8") == ("A card.", "fp8 is slow.")
+    assert device.notes("fp32") == ("A card.",)

@@ -93,6 +93,7 @@ def test_hyper_threads_count_once_and_the_highest_clock_is_taken(tmp_path: Path)
     cpu = read_cpu(root, cpus=range(4))
     assert (cpu.model, cpu.cores, cpu.clock_hz) == ("Test CPU", 2, 3.5e9)
     assert "cpufreq" in derive("fp32", cpu, threads=4).note
+    assert derive("fp32", cpu, threads=1).note.startswith("1 core x ")
     assert read_cpu(root, cpus=[1, 3]).cores == 1  # an affinity to both threads of one core
 
 
@@ -154,6 +155,10 @@ def test_the_larger_of_derived_and_measured_is_the_peak_and_both_are_shown() -> 
     faster = peak_flops("cpu", "fp32")
     assert (faster.source, faster.flop_per_s) == ("measured", derived.flop_per_s * 2)
     assert faster.derived_flop_per_s == derived.flop_per_s
+    assert faster.note.startswith("measured on this machine and kept for this user (flopmeter peak --device cpu")
+    assert faster.note.endswith(f"derived would be less, {derived.flop_per_s / 1e9:.4g} GFLOP/s: {derived.note}")
+    assert derived.note in slower.note
+    assert "measured on this machine" not in slower.note
 
 
 def test_a_dtype_that_a_cpu_cannot_do_is_unknown() -> None:

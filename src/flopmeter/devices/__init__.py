@@ -43,6 +43,7 @@ __all__ = [
 
 _SPECIFICATION = re.compile(r"(cpu|cuda|xpu|mps|npu|hpu|mlu|musa)(?::(\d+))?")
 """How torch spells a device of this machine; any other string is a name as drivers print it."""
+_MEASURE = "flopmeter peak --device cpu --measure"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,12 +154,16 @@ def _cpu_peak(dtype: str) -> Peak:
     if derived is None and measured is None:
         raise UnknownDeviceError(f"no {dtype} peak can be derived for the CPU {here.model!r}: {CURE}")
     how = derivation.note if derivation else "the instruction set or the clock of this CPU is not known"
-    how += "" if measured else "; not measured yet: flopmeter peak --device cpu --measure"
+    how += "" if measured else f"; not measured yet: {_MEASURE}"
+    is_measured = (measured or 0.0) > (derived or 0.0)
+    if is_measured:
+        less = f"derived would be less, {derived / 1e9:.4g} GFLOP/s: {how}" if derived else how
+        how = f"measured on this machine and kept for this user ({_MEASURE} measures again); {less}"
     return Peak(
         flop_per_s=max(derived or 0.0, measured or 0.0),
         dtype=dtype,
         device=here.model,
-        source="measured" if (measured or 0.0) > (derived or 0.0) else "derived",
+        source="measured" if is_measured else "derived",
         note=how,
         derived_flop_per_s=derived,
         measured_flop_per_s=measured,

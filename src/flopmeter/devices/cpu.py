@@ -65,9 +65,9 @@ def derive(dtype: str, cpu: Cpu | None = None, threads: int | None = None) -> De
     if known is None or cpu.clock_hz is None:
         return None
     flop_per_cycle, how = known
-    note = (
-        f"{cores:g} cores x {cpu.clock_hz / 1e9:.3g} GHz ({cpu.clock_source}) x {flop_per_cycle} FLOP per cycle ({how})"
-    )
+    used = f"{cores:g} core{'s' * (cores != 1)}"
+    clock = f"{cpu.clock_hz / 1e9:.3g} GHz ({cpu.clock_source})"
+    note = f"{used} x {clock} x {flop_per_cycle} FLOP per cycle ({how})"
     return Derivation(flop_per_s=cores * cpu.clock_hz * flop_per_cycle, note=note)
 
 

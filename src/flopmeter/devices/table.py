@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flopmeter.devices.dtypes import DTYPES
 from flopmeter.errors import UnknownDeviceError
 
 if sys.version_info >= (3, 11):
@@ -27,6 +28,8 @@ CURE = (
     f"set peak_flop_per_s: under monitoring: in YAML or {OVERRIDE_VARIABLE} in the environment, "
     "run flopmeter peak --measure, or add it to src/flopmeter/devices/devices.toml"
 )
+_SENTENCE = re.compile(r"(?<=[.]) ")
+_SUBJECT = re.compile(rf"\b(?:{'|'.join(DTYPES)})\b(?: and (?:{'|'.join(DTYPES)})\b)*")
 _MAKER = re.compile(r"^(nvidia )?(tesla )?")
 _MIG = re.compile(r"\bmig\b")
 _LAPTOP = re.compile(r"\b(laptop|max-q|mobile)\b")
@@ -53,9 +56,17 @@ class Device:
     """Where sources disagree, or what the name does not tell."""
 
     def notes(self, dtype: str) -> tuple[str, ...]:
-        """The block's note, then the rule behind this dtype's figure where it was derived."""
+        """What the block's note says of this dtype and of all, then the rule behind its figure where it was derived."""
+        sentences = _SENTENCE.split(self.note) if self.note else ()
+        about = [text for text in sentences if dtype in (named := _dtypes_named_first(text)) or not named]
         rule = self.derived.get(dtype)
-        return tuple(part for part in (self.note, f"{dtype} is derived: {rule}." if rule else "") if part)
+        return (*about, f"{dtype} is derived: {rule}.") if rule else tuple(about)
+
+
+def _dtypes_named_first(sentence: str) -> list[str]:
+    """The dtypes that a sentence of a note is about: "bf16: ...", "int8 and fp64 are ..."; none where about all."""
+    subject = _SUBJECT.match(sentence)
+    return subject[0].split(" and ") if subject else []
 
 
 def normalise_name(name: str) -> str:
