@@ -189,7 +189,12 @@ def test_wrong_sizes_are_refused_by_key(arch: str, named: str) -> None:
         (f"--seq 8 --gpus 0 --arch {LLAMA} --peak-flop-per-s 1 --tokens-per-second 9", "--gpus must be"),
         (f"{REST}", "--model or --arch"),
         (f"--arch {LLAMA} --model llama-3.1-8b {REST}", "--model or --arch"),
-        (f"--model llama-9 {REST}", "llama-3.1-8b"),
+        (f"--model llama-3.1-9b {REST}", "did you mean 'llama-3.1-8b'?"),
+        (f"--model zzz {REST}", "it is one of llama-2-7b, "),
+        (
+            f"--seq 8 --gpus 8 --arch {LLAMA} --tokens-per-second 9 --peak-flop-per-s 989",
+            "--peak-flop-per-s is in FLOP/s: 989 TFLOP/s is 989e12",
+        ),
         (f"--arch {LLAMA} {REST} --recompute ful", "did you mean 'full'"),
         (f"--seq 8 --gpus 8 --arch {LLAMA} --tokens-per-second 9 --device '{H100}' --dtype bf17", "bf17"),
     ],
@@ -199,6 +204,33 @@ def test_wrong_use_is_refused_in_one_line(arguments: str, named: str) -> None:
 
     assert named in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(("name", "same"), [("llama-3-8b", "llama-3.1-8b"), ("Llama-3-70B", "llama-3.1-70b")])
+def test_a_model_of_the_same_sizes_is_known_by_both_names(name: str, same: str) -> None:
+    assert answer(f"--model {name} {REST}")["mfu"] == answer(f"--model {same} {REST}")["mfu"]
+
+
+def test_mixtral_8x22b_has_its_published_39_billion_active_parameters() -> None:
+    # A layer: q and o 6144^2 each, k and v 6144 x 1024 each, 2 experts of 3 x 6144 x 16384, a router of 8 x 6144.
+    layer = 2 * 6144**2 + 2 * 6144 * 1024 + 2 * 3 * 6144 * 16384 + 8 * 6144
+    norms = (2 * 56 + 1) * 6144
+    assert answer(f"--model mixtral-8x22b {REST}")["params"] == 56 * layer + 2 * 32000 * 6144 + norms
+
+
+def test_an_unknown_device_names_what_helps_on_the_command_line() -> None:
+    exit_code, stderr = complaint(f"--seq 8 --gpus 8 --arch {LLAMA} --tokens-per-second 9 --device H1000")
+    assert exit_code == 1
+    assert "--peak-flop-per-s" in stderr
+    assert "flopmeter devices" in stderr
+    assert "YAML" not in stderr
+
+
+def test_a_peak_from_the_environment_is_named_beside_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOPMETER_PEAK_FLOP_PER_S", "500e12")
+    monkeypatch.setenv("COLUMNS", "400")
+    first = run(f"--seq 8 --gpus 8 --arch {LLAMA} --tokens-per-second 9 --device '{H100}'").stdout.splitlines()[0]
+    assert f"8 GPUs of 500.0 TFLOP/s (bf16, {H100}; peak set by FLOPMETER_PEAK_FLOP_PER_S, " in first
 
 
 def test_wrong_use_exits_with_code_2_and_one_line_on_stderr() -> None:

@@ -63,6 +63,8 @@ def test_the_exit_code_and_the_one_line_of_an_unknown_device() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("flopmeter: error: no peak is on file for 'NVIDIA X999'")
+    assert "flopmeter devices lists the names on file" in done.stderr
+    assert "YAML" not in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -103,8 +103,8 @@ def test_the_headline_names_the_first_cause_and_its_gain(tmp_path: Path) -> None
     # 100 ms a step of which 50 + 1 are waiting: without them 100/(150 - 51) = 1.515 times as fast.
     result = diagnose(HEALTHY.but(data_wait_s=0.051).run(tmp_path))
     assert result.headline == (
-        "MFU over the wall time is 33.3 %, fair: the steps wait for data for 34.0 % of the time, and the loader is not computing; "
-        "without that it would run about 51.5 % faster."
+        "MFU over the wall time is 33.3 %, fair: the steps wait for data for 34.0 % of the time, and the loader is not "
+        "computing; without that it would run about 51.5 % faster."
     )
 
 

@@ -248,6 +248,17 @@ def test_overhead_is_the_median_difference_of_neighbouring_blocks() -> None:
     result = overhead.describe([block + 50e-6 for block in off], off)
     assert result.figures["added_us"] == pytest.approx(50)
     assert result.figures["step_s"] == pytest.approx(10e-3)
+    assert result.says.startswith("50 us on a step of 10.0 ms")
+    assert result.says.endswith("a step of 100 ms would be 0.05 % longer")
+
+
+def test_an_overhead_within_the_noise_is_told_as_a_bound() -> None:
+    # Differences of -120, -60, 0, 60 and 120 us: their quartiles lie half-way between, at -90 and 90.
+    on = [10e-3 + added_us * 1e-6 for added_us in (-120, -60, 0, 60, 120)]
+    result = overhead.describe(on, [10e-3] * 5)
+    assert result.says.startswith("not distinguishable from noise here on a step of 10.0 ms")
+    assert "-90 to 90 us" in result.says
+    assert result.says.endswith("a step of 100 ms would be at most 0.09 % longer")
 
 
 def test_without_a_compiler_compile_is_missing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

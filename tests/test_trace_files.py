@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flopmeter.cli import trace as command
 from flopmeter.errors import TraceError
 from flopmeter.traces import load_trace, text
 from flopmeter.traces.events import MAX_EVENT_BYTES, Event, EventReader
@@ -262,7 +263,18 @@ def test_the_command_prints_shares_flops_and_a_verdict(tmp_path: Path) -> None:
     # Windows of 90 and 110 (30 to 90 and 130 to 190 busy, and the last ends with its annotation): 120 of 200.
     assert "60.0 %" in answer.stdout
     assert f"{2 * 6 * 7 * 8} FLOP a step" in answer.stdout
-    assert "MFU is" in answer.stdout
+    assert "MFU over the wall time is" in answer.stdout
+
+
+def test_the_command_refuses_a_peak_in_another_unit(tmp_path: Path) -> None:
+    answer = flopmeter(made().write(tmp_path), "--peak-flop-per-s", "312")
+    assert answer.returncode == 2
+    assert "--peak-flop-per-s is in FLOP/s: 312 TFLOP/s is 312e12" in answer.stderr
+
+
+@pytest.mark.parametrize(("value", "text"), [(12921.4, "12,921"), (999.96, "1000"), (88.1234, "88.12"), (0.5, "0.5")])
+def test_figures_of_a_table_have_no_power_of_ten(value: float, text: str) -> None:
+    assert command._figure(value) == text
 
 
 def test_the_command_gives_json(tmp_path: Path) -> None:

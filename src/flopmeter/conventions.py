@@ -289,16 +289,22 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab:
     return Architecture(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **more)
 
 
+_LLAMA_3_8B: Final = _llama(32, 4096, 32, 8, 14336, 128256)
+_LLAMA_3_70B: Final = _llama(80, 8192, 64, 8, 28672, 128256)
+
 MODELS: Final[Mapping[str, Architecture]] = {
     "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
-    "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256),
-    "llama-3.1-70b": _llama(80, 8192, 64, 8, 28672, 128256),
+    "llama-3-8b": _LLAMA_3_8B,
+    "llama-3-70b": _LLAMA_3_70B,
+    "llama-3.1-8b": _LLAMA_3_8B,
+    "llama-3.1-70b": _LLAMA_3_70B,
     "llama-3.1-405b": _llama(126, 16384, 128, 8, 53248, 128256),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, window=4096),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, experts=8, active_experts=2),
+    "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, 32000, experts=8, active_experts=2),
     "gpt-3-175b": _llama(96, 12288, 96, 96, 49152, 50257, gated=False, tied=True),
 }
-"""Published configurations that `--model` knows by name; any other is read from its config.json."""
+"""Published configurations that `flopmeter mfu` and `count` know by name; any other is read from its config.json."""
 
 
 class _Family(NamedTuple):

@@ -11,8 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from flopmeter.cli._choice import choose
+from flopmeter.cli._peak import stated_peak, with_cure
 from flopmeter.conventions import CONVENTIONS, MODELS, NAMED, RECOMPUTE_MODES, Architecture, Recompute, read_config
-from flopmeter.errors import ConfigError, did_you_mean
+from flopmeter.errors import ConfigError, UnknownDeviceError, did_you_mean
+
+_CURE = "give --peak-flop-per-s instead of --device, or a name that flopmeter devices lists"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +59,9 @@ def command(
     device: Annotated[
         str | None, typer.Option(help="Device whose peak is on file, e.g. 'NVIDIA H100 80GB HBM3'.")
     ] = None,
-    peak_flop_per_s: Annotated[float | None, typer.Option(help="Dense peak of one GPU, instead of --device.")] = None,
+    peak_flop_per_s: Annotated[
+        float | None, typer.Option(help="Dense peak of one GPU in FLOP/s (989e12), not --device.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Type of the matmuls: bf16, fp16, fp8, ...")] = "bf16",
     recompute: Annotated[
         str, typer.Option(help="Activation recomputation: none, full or selective. For HFU.")
@@ -106,7 +111,8 @@ def _load_model(model: str) -> Architecture:
         return MODELS[model.lower()]
     if Path(model).exists():
         return read_config(Path(model))
-    raise ConfigError(f"{model!r} is neither a file nor one of {', '.join(MODELS)}: give its sizes with --arch")
+    hint = did_you_mean(model.lower(), MODELS)
+    raise ConfigError(f"{model!r} is neither a file nor a model known by name ({hint}): give its sizes with --arch")
 
 
 def _parse_architecture(text: str) -> Architecture:
@@ -154,7 +160,7 @@ def _find_peak(device: str | None, peak_flop_per_s: float | None, dtype: str) ->
     if (device is None) == (peak_flop_per_s is None):
         raise typer.BadParameter("give either --device, whose peak is looked up, or --peak-flop-per-s")
     if peak_flop_per_s is not None:
-        flop_per_s = _positive("--peak-flop-per-s", peak_flop_per_s)
+        flop_per_s = stated_peak(peak_flop_per_s)
         return {"flop_per_s": flop_per_s, "dtype": dtype, "device": None, "source": "user", "note": ""}
     from flopmeter.devices import peak_flops
 
@@ -162,6 +168,8 @@ def _find_peak(device: str | None, peak_flop_per_s: float | None, dtype: str) ->
         peak = peak_flops(device, dtype)
     except ConfigError as error:
         raise typer.BadParameter(f"--dtype: {error}") from None
+    except UnknownDeviceError as error:
+        raise with_cure(error, _CURE) from None
     return {key: getattr(peak, key) for key in ("flop_per_s", "dtype", "device", "source", "note")}
 
 
@@ -206,6 +214,13 @@ def _explain_impossible(hfu: float) -> str | None:
     )
 
 
+def _whose(peak: dict[str, Any]) -> str:
+    """The device that the peak is of, and who says so where that is not the table."""
+    if not peak["device"]:
+        return "given"
+    return f"{peak['device']}; peak {peak['note']}" if peak["source"] == "user" else str(peak["device"])
+
+
 def _print_table(run: _Run, result: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
@@ -216,12 +231,12 @@ def _print_table(run: _Run, result: dict[str, Any]) -> None:
     console.print(
         f"{run.tokens_per_s:,.0f} tokens/s on {run.gpus} GPU{'s' * (run.gpus != 1)} "
         f"of {peak['flop_per_s'] / 1e12:,.1f} TFLOP/s "
-        f"({peak['dtype']}, {peak['device'] or 'given'}); N = {arch.num_params:,}, P = {arch.num_matmul_params:,}, "
+        f"({peak['dtype']}, {_whose(peak)}); N = {arch.num_params:,}, P = {arch.num_matmul_params:,}, "
         f"seq {run.seq}, recompute {run.recompute}. TFLOP/s are model FLOPs of one GPU.",
         highlight=False,
         markup=False,
     )
-    if peak["note"]:
+    if peak["note"] and peak["source"] != "user":
         console.print(f"peak: {peak['note']}", highlight=False, markup=False)
     table = Table(box=box.SIMPLE)
     table.add_column("convention", no_wrap=True)

@@ -8,8 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from flopmeter.cli._peak import with_cure
 from flopmeter.devices import Measurement, Peak, measure_peak, peak_flops
+from flopmeter.devices.table import OVERRIDE_VARIABLE
 from flopmeter.errors import UnknownDeviceError
+
+_CURE = (
+    f"flopmeter devices lists the names on file; {OVERRIDE_VARIABLE} in the environment states a peak, and --measure "
+    "measures the device here"
+)
 
 
 def command(
@@ -56,7 +63,7 @@ def _peak(device: str | None, dtype: str | None, measurement: Measurement | None
         return peak_flops(device, dtype, may_initialise=True)
     except UnknownDeviceError as unknown:
         if measurement is None:
-            raise
+            raise with_cure(unknown, _CURE) from None
         return Peak(
             flop_per_s=measurement.best_flop_per_s,
             dtype=measurement.dtype,

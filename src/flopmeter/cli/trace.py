@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flopmeter.cli._diagnosis import clean, plain, show_diagnosis
+from flopmeter.cli._peak import stated_peak
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ _SHARES: dict[str, Callable[[StepTime], float]] = {
 def command(
     files: Annotated[list[Path], typer.Argument(help="Kineto or Chrome traces (.json, .json.gz), one for each rank.")],
     peak_flop_per_s: Annotated[
-        float | None, typer.Option(min=1.0, help="Dense peak of the device, where it is not on file.")
+        float | None, typer.Option(help="Dense peak of the device in FLOP/s (312e12), where it is not on file.")
     ] = None,
     top: Annotated[int, typer.Option(min=0, max=20, help="How many of the longest kernels to show.")] = 8,
     max_gb: Annotated[
@@ -55,6 +56,8 @@ def command(
     from flopmeter.diagnosis import diagnose
     from flopmeter.traces import load_trace
 
+    if peak_flop_per_s is not None:
+        stated_peak(peak_flop_per_s)
     max_text_bytes = None if max_gb is None else int(max_gb * (1 << 30))
     with _progress(files) as on_progress:
         trace = load_trace(
@@ -122,8 +125,16 @@ def _row(rank: RankTrace, times: Sequence[StepTime], places: Sequence[int]) -> l
     step_s = sum(time.step_s for time in times)
     shares = (sum(map(read, times)) / step_s for read in _SHARES.values())
     mfu = rank.mfu(_flop(rank, places), step_s)
-    milliseconds = f"{1e3 * step_s / len(times):.4g}"
-    return [milliseconds, *(f"{100 * share:.1f} %" for share in shares), "-" if mfu is None else f"{100 * mfu:.2f} %"]
+    return [
+        _figure(1e3 * step_s / len(times)),
+        *(f"{100 * share:.1f} %" for share in shares),
+        "-" if mfu is None else f"{100 * mfu:.2f} %",
+    ]
+
+
+def _figure(value: float) -> str:
+    """Four digits, and never a power of ten."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _flop(rank: RankTrace, places: Sequence[int]) -> dict[str, float]:
@@ -159,6 +170,6 @@ def _top_table(rank: RankTrace, num_top: int) -> Table:
     for name in ("ms a step", "calls a step", "of the time"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, seconds, calls in rank.top[:num_top]:
-        row = (f"{1e3 * seconds / num_steps:.4g}", f"{calls / num_steps:.4g}", f"{seconds / wall_s:.1%}")
+        row = (_figure(1e3 * seconds / num_steps), _figure(calls / num_steps), f"{seconds / wall_s:.1%}")
         table.add_row(clean(name), *row)
     return table

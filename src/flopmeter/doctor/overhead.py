@@ -45,10 +45,17 @@ def describe(on_s: list[float], off_s: list[float]) -> Result:
     added_us = [(on - off) * 1e6 for on, off in zip(on_s, off_s, strict=True)]
     low_us, middle_us, high_us = quantiles(added_us, n=4)
     step_s = median(off_s)
-    says = (
-        f"{middle_us:.0f} us on a step of {step_s * 1e3:.1f} ms (middle half of {len(added_us)} comparisons: "
-        f"{low_us:.0f} to {high_us:.0f}); a step of 100 ms would be {middle_us / 1e3:.2g} % longer"
-    )
+    spread = f"middle half of {len(added_us)} comparisons: {low_us:.0f} to {high_us:.0f}"
+    if low_us <= 0 <= high_us:
+        says = (
+            f"not distinguishable from noise here on a step of {step_s * 1e3:.1f} ms ({spread} us); "
+            f"a step of 100 ms would be at most {high_us / 1e3:.2g} % longer"
+        )
+    else:
+        says = (
+            f"{middle_us:.0f} us on a step of {step_s * 1e3:.1f} ms ({spread}); "
+            f"a step of 100 ms would be {middle_us / 1e3:.2g} % longer"
+        )
     return Result(standing="works", says=says, figures={"added_us": middle_us, "step_s": step_s})
 
 
