@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from flopmeter import cli, load_run
+from flopmeter.cli import demo as command
 from flopmeter.demo import PLANTS, WORKLOADS, Planted, WorkloadName, find_plant, run_demo
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.naive_adam import NaiveAdam
@@ -69,6 +71,35 @@ def test_a_plant_that_is_off_leaves_only_the_setting_that_it_needs(plant: Any) -
     assert prepared == planted
     plant.spoil(planted, plant.sizes[1])
     assert prepared != planted
+
+
+def test_the_command_knows_every_plant_and_workload() -> None:
+    assert tuple(plant.name for plant in PLANTS) == command.PLANTS
+    assert command.WORKLOADS == WORKLOADS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"), [(["--plant", "slow_dik=0.5"], "'slow_disk'"), (["--workload", "gtp"], "'gpt'")]
+)
+def test_a_misspelt_plant_or_workload_is_refused_before_torch_is_loaded(arguments: list[str], meant: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['flopmeter', 'demo', *{arguments!r}]\n"
+        "from flopmeter.cli import _run\n"
+        "sys.exit(_run() + 10 * ('torch' in sys.modules))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 2, answer.stderr
+    assert f"did you mean {meant}?" in answer.stderr
+
+
+def test_a_further_demo_takes_the_next_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "demo-2"):
+        assert command._free_folder() == Path("runs") / name
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        assert command._free_folder() == Path("runs") / name  # a folder without a run is free
+        (tmp_path / "runs" / name / "run.jsonl").touch()
+    assert command._free_folder() == Path("runs/demo-3")
 
 
 def test_an_unknown_plant_is_refused_with_the_one_that_was_meant() -> None:

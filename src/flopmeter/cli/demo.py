@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Iterable
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from flopmeter.devices import measure_peak, peak_flops
 from flopmeter.errors import FlopmeterError, MissingLibraryError
 from flopmeter.record import load_run
 from flopmeter.report import REPORT_FILE
+from flopmeter.schema import RUN_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +24,25 @@ if TYPE_CHECKING:
 
     from flopmeter.demo import DemoResult, Plant, Planted
 
+FOLDER = Path("runs/demo")
+WORKLOADS = ("gpt", "conv", "hf")
+PLANTS = (
+    "none",
+    "slow_disk",
+    "heavy_preprocessing",
+    "tiny_batch",
+    "eager_attention",
+    "padding",
+    "checkpointing",
+    "naive_optimizer",
+    "gc_storm",
+    "checkpoint_pause",
+    "host_sync",
+    "slow_rank",
+    "slow_network",
+    "fp64",
+)
+"""Known here as well, so that a misspelt one is refused before torch is loaded, which takes seconds."""
 MEASURE_S = 4.0
 _ROWS = (
     ("MFU", "perf/mfu", "{:.1f} %", 100.0),
@@ -38,8 +59,13 @@ _ROWS = (
 
 def command(
     output_dir: Annotated[
-        Path, typer.Option("--output-dir", "-o", help="Folder for the run file and the report.")
-    ] = Path("runs/demo"),
+        Path | None,
+        typer.Option(
+            "--output-dir",
+            "-o",
+            help="Folder for the run file and the report. Default: runs/demo, else runs/demo-2, ...",
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long to train.")] = 30.0,
     workload: Annotated[str, typer.Option(help="What to train: gpt, conv or hf (a Llama of transformers).")] = "gpt",
     plant: Annotated[
@@ -55,24 +81,27 @@ def command(
 
     Example: flopmeter demo --seconds 30 --plant slow_disk=0.5
     """
+    chosen = choose("--workload", workload, WORKLOADS)
+    for text in plant or ():
+        choose("--plant", text.partition("=")[0], PLANTS)
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter demo", extra="torch")
     from rich.console import Console
 
     talk = Console(stderr=True, quiet=json)
     with talk.status("Loading torch ..."):
-        from flopmeter.demo import PLANTS, WORKLOADS, pick_device, run_demo
+        from flopmeter import demo
     if list_plants:
-        _show_plants(PLANTS, json)
+        _show_plants(demo.PLANTS, json)
         return
-    chosen = choose("--workload", workload, WORKLOADS)
     planted = [_planted(text) for text in plant or ()]
-    if pick_device().type == "cpu":
+    if demo.pick_device().type == "cpu":
         _measure_cpu_once(talk)
     faults = "".join(f" with {p.plant.name} ({p.size:.3g} {p.plant.size})" for p in planted)
-    talk.print(f"Training {workload}{faults} for {seconds:.0f} s ...")
+    folder = output_dir or _free_folder()
+    talk.print(f"Training {workload}{faults} for {seconds:.0f} s, into {folder} ...")
     config = {"monitoring": {"sinks": [] if json else ["console"]}}
-    result = run_demo(output_dir, seconds, config, workload=chosen, planted=planted)
+    result = demo.run_demo(folder, seconds, config, workload=chosen, planted=planted)
     if json:
         answer = {"run": str(result.run_path), "num_steps": result.num_steps, "final_loss": result.final_loss}
         answer["planted"] = {p.plant.name: p.size for p in planted}
@@ -85,6 +114,12 @@ def command(
     if report_path.exists():
         console.print(f"Report: {report_path}", soft_wrap=True)
     console.print(f"Next: flopmeter diagnose {result.run_path.parent}", soft_wrap=True)
+
+
+def _free_folder() -> Path:
+    """The first of runs/demo, runs/demo-2, ... without a run: a second one in the same file would be its restart."""
+    names = chain([FOLDER.name], (f"{FOLDER.name}-{number}" for number in count(2)))
+    return next(folder for name in names if not (folder := FOLDER.with_name(name)).joinpath(RUN_FILE).exists())
 
 
 def _planted(text: str) -> Planted:
