@@ -28,6 +28,7 @@ from flopmeter.report import _thin, available_formats, leave_report, render, ren
 from flopmeter.report._charts import figures_of, ranks_figure, timeline_figure, waterfall_figure
 from flopmeter.report._facts import facts_of
 from flopmeter.report._page import page, safe_json
+from flopmeter.report._sentences import run_line
 from flopmeter.report._series import MAX_POINTS, series_of
 from flopmeter.report._terminal import show, spark_line
 from flopmeter.report._text import amount, clean, number, percent, points, seconds
@@ -511,6 +512,11 @@ def test_a_terminal_shows_verdict_figures_bars_and_no_markup_of_the_run(hostile:
 def flopmeter(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flopmeter", "report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("num_steps", "words"), [(1, " · 1 step in "), (2000, " · 2,000 steps in ")])
+def test_the_line_about_the_run_counts_its_steps(ordinary: Run, num_steps: int, words: str) -> None:
+    assert words in run_line({**facts_of(ordinary)["run"], "num_steps": num_steps})
 
 
 def test_the_command_writes_the_page_beside_the_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from flopmeter import Run, TrainingMonitor, load_run
 from flopmeter.integrations._models import Calls, key_of, live, owners, parameters_of
+from flopmeter.integrations._session import Session
 from flopmeter.integrations._steps import LEARNING_TURNS, MAX_STRAY_TURNS, PATIENCE_TURNS, CycleLearner, StepRule
 from flopmeter.integrations.script import Program
 
@@ -137,7 +139,7 @@ def test_the_environments_own_sitecustomize_still_runs(tmp_path: Path) -> None:
         ((), "nothing to run"),
         (("-m",), "nothing to run"),
         (("--outptu", "x", "a.py"), "--outptu"),
-        (("--mode", "fast", "a.py"), "mfu_calculation_mode"),
+        (("--mode", "smrt", "a.py"), "--mode: unknown 'smrt': did you mean 'smart'? (it is one of smart, "),
         (("--sinks", "carrier_pigeon", "a.py"), "carrier_pigeon"),
         (("--config", "nowhere.yaml", "a.py"), "nowhere.yaml"),
     ],
@@ -614,3 +616,22 @@ def test_a_mistake_of_ours_ends_the_measuring_and_not_the_program(
     loop.plain()
     assert caplog.text.count("switched off") == 1
     assert "disk full" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("summary", "num_steps", "line"),
+    [
+        ({"perf/mfu": 0.4357, "step_time_median_s": 0.212}, 50, "MFU 43.6 %, 212 ms per step, 50 steps; run: runs/a"),
+        ({"perf/mfu": None}, 1, "MFU unknown (too few steps), 1 step; run: runs/a"),
+    ],
+)
+def test_the_closing_line_counts_and_spells_as_the_report_does(
+    summary: dict[str, float | None], num_steps: int, line: str
+) -> None:
+    session = Session.__new__(Session)
+    session._loaders = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
+    session._monitor = SimpleNamespace(  # type: ignore[assignment]
+        finish_training=lambda: summary, num_steps=num_steps, output_dir="runs/a"
+    )
+    session._has_models, session._num_before = True, 0
+    assert session.finish() == line

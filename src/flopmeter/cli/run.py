@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 
+from flopmeter.cli._choice import choose
 from flopmeter.errors import FlopmeterError
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -44,6 +45,10 @@ def command(
     FLOPMETER=off in the environment runs it without measuring.
     """
     arguments = _checked(program or [])
+    if mode is not None:
+        from flopmeter.config.values import Mode
+
+        choose("--mode", mode, get_args(Mode))
     environment = dict(os.environ)
     if environment.get("FLOPMETER", "").lower() not in ("off", "0", "false", "no"):
         settings = {

@@ -91,7 +91,7 @@ class Session:
         self._loaders.remove()
         summary = self._monitor.finish_training()
         mfu, step_s = summary.get("perf/mfu"), summary.get("step_time_median_s")
-        found = "MFU unknown" if mfu is None else f"MFU {mfu:.1%}"
+        found = "MFU unknown" if mfu is None else f"MFU {100 * mfu:.1f} %"
         if not self._has_models:
             found += " (no module was found that the loop calls)"
         elif step_s is None:
@@ -99,4 +99,4 @@ class Session:
         else:
             found += f", {step_s * 1e3:.3g} ms per step"
         num_steps = self._num_before + self._monitor.num_steps
-        return f"{found}, {num_steps} steps; run: {self._monitor.output_dir}"
+        return f"{found}, {num_steps} step{'s' * (num_steps != 1)}; run: {self._monitor.output_dir}"

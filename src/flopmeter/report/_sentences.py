@@ -46,7 +46,7 @@ def run_line(run: dict[str, Any]) -> str:
         model,
         run["device"],
         ranks,
-        f"{run['num_steps']:,} steps in {seconds(run['wall_s'])}",
+        f"{_plural(run['num_steps'], 'step')} in {seconds(run['wall_s'])}",
         starts,
         _date(run["started_at"]),
         run["host"],
@@ -100,7 +100,7 @@ def _timeline_line(facts: dict[str, Any]) -> str:
     series, run = facts["series"], facts["run"]
     marks, thinned = series["marks"], any(_is_thinned(series[key]) for key in ("mfu", "step_s"))
     told = [
-        f"{run['num_steps']:,} steps" + (", thinned with the extremes kept" if thinned else ""),
+        _plural(run["num_steps"], "step") + (", thinned with the extremes kept" if thinned else ""),
         _plural(len(marks["pauses"]), "pause"),
         _plural(len(marks["measured"]), "measured step"),
         _plural(len(marks["drops"]), "fall") + " of MFU" if marks["drops"] else "",
@@ -114,7 +114,7 @@ def _is_thinned(line: dict[str, Any] | None) -> bool:
 
 
 def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _phases_line(phases: dict[str, Any] | None) -> str:
