@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from flopmeter.cli import build_app
 from flopmeter.cli.count import _fold, _levels, _Node, _rows, _tree
+from flopmeter.errors import ConfigError
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="counts transformers models from configs"
@@ -196,12 +197,20 @@ def test_only_neighbours_with_the_same_flops_in_the_same_places_are_one_line() -
         ("x:y --by zzz", "--by: unknown 'zzz': it is one of module, op, dtype"),
         ("x:y --convention palm", "--convention: unknown 'palm'"),
         ("x:y --dtype bf17", "--dtype: unknown 'bf17': did you mean 'bf16'?"),
+        ("x:y --dtype fp8", "--dtype: unknown 'fp8': it is one of fp32, bf16, fp16, fp64"),
         ("x:y --seq 0", "greater than or equal to 1"),
         ("x:y --depth 0", "greater than or equal to 1"),
     ],
 )
 def test_wrong_use_is_refused(arguments: str, named: str) -> None:
     assert named in refusal(arguments)
+
+
+@pytest.mark.parametrize("path", ["nope.json", "no/such/folder", "nope.json:layers=2"])
+def test_a_path_to_nothing_is_a_missing_file_and_no_misspelt_model(path: str) -> None:
+    error = run(path).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"there is no file '{path.partition(':')[0]}'")
 
 
 def complaint(arguments: str, **environment: str) -> tuple[int, str]:

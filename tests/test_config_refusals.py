@@ -83,6 +83,7 @@ def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(
     [
         ("monitoring.mfu_calculation_mod", "monitoring.mfu_calculation_mode"),
         ("monitoring.mode", "monitoring.mfu_calculation_mode"),
+        ("monitoring.mod", "monitoring.mfu_calculation_mode"),
         ("monitoring.Flush_S", "monitoring.flush_s"),
         ("monitoring.measure_flops_frequency", f"{PERFORMANCE}.measure_flops_frequency"),
         ("monitoring.smart_mode", f"{PERFORMANCE}.smart_mode"),

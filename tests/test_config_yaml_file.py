@@ -92,9 +92,10 @@ def test_paths_that_hold_no_file_are_refused(tmp_path: Path) -> None:
     assert "this is a directory" in refused(tmp_path)
     assert "the file cannot be read (No such file or directory)" in refused(tmp_path / "dangling.yaml")
     assert "this is not a regular file" in refused(tmp_path / "pipe.yaml")
-    for name in ("smrt", "a\0b", "x" * 5000, "", str(tmp_path / "gone.yaml")):
+    assert "no such file and no such preset: did you mean 'smart'? (it is one of config_prof" in refused("smar")
+    for name in ("a\0b", "x" * 5000, "", str(tmp_path / "gone.yaml")):
         message = refused(name)
-        assert "no such file and no such preset (presets: config_profiler_mfu, " in message
+        assert "no such file and no such preset: it is one of config_profiler_mfu, " in message
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")

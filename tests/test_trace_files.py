@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flopmeter.cli import trace as command
-from flopmeter.errors import TraceError
-from flopmeter.traces import load_trace, text
+from flopmeter.errors import RecordError, TraceError
+from flopmeter.traces import load_any, load_trace, text
 from flopmeter.traces.events import MAX_EVENT_BYTES, Event, EventReader
 from flopmeter.traces.text import TraceText
 from made_traces import MadeTrace
@@ -312,3 +312,23 @@ def test_the_benchmark_runs_and_ends_with_json(tmp_path: Path) -> None:
     (result,) = json.loads(answer.stdout.splitlines()[-1])["files"]
     # From the first kernel to the end of the last that an earlier step launched: one kernel, nothing else.
     assert result["shares"]["ours, their way"] == {"idle": 0.0, "compute": 1.0, "other": 0.0, "overlap": None}
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x01\x02" * 50, b"hello"])
+def test_a_file_of_no_known_kind_is_said_to_be_neither(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bin.dat").write_bytes(content)
+    with pytest.raises(RecordError, match=r"bin\.dat is neither a run file nor a profiler trace"):
+        load_any(tmp_path / "bin.dat")
+
+
+def test_a_folder_of_runs_names_those_that_it_holds(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"run-{number}").mkdir()
+        (tmp_path / f"run-{number}" / "run.jsonl").touch()
+    with pytest.raises(RecordError, match=r"holds some \(run-0, .*, run-4 and 2 more\): name one, such as .*run-6$"):
+        load_any(tmp_path)
+
+
+def test_a_folder_without_any_run_says_which_file_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"cannot read the run file .*run\.jsonl"):
+        load_any(tmp_path)

@@ -50,8 +50,15 @@ class MissingLibraryError(FlopmeterError):
         self.library = library
 
 
+FEW_NAMES = 8
+"""So many are read at a glance: they are listed even beside the nearest one, which may not be the one meant."""
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """How the message about an unknown name ends: with the nearest one, else with `otherwise` or all that there are."""
     names = list(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else otherwise or f"it is one of {', '.join(names)}"
+    near = get_close_matches(name, names, n=1, cutoff=0.6)
+    there_are = f"it is one of {', '.join(names)}"
+    if not near:
+        return otherwise or there_are
+    return f"did you mean {near[0]!r}?" + (f" ({there_are})" if len(names) <= FEW_NAMES else "")

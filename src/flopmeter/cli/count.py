@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from flopmeter.cli._choice import choose
-from flopmeter.errors import MissingLibraryError
+from flopmeter.errors import ConfigError, MissingLibraryError
 
 if TYPE_CHECKING:
     from flopmeter.flops.flop_count import FlopCount
@@ -65,6 +66,7 @@ def command(
     """
     axis: Axis = choose("--by", by, get_args(Axis))
     kind: ConventionName = choose("--convention", convention, get_args(ConventionName))
+    _refuse_missing_file(model)
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter count", extra="torch")
     weights = dtype if dtype is None else choose("--dtype", dtype, _DTYPES)
@@ -73,6 +75,16 @@ def command(
         typer.echo(json.dumps(answer.as_dict()))
     else:
         _show(answer, axis, depth)
+
+
+def _refuse_missing_file(model: str) -> None:
+    """A path to nothing is no misspelt model; told before torch is loaded."""
+    path = model if Path(model).exists() else model.partition(":")[0]
+    is_path = path.endswith(".json") or any(sign in path for sign in (os.sep, os.altsep) if sign)
+    if is_path and not Path(path).exists():
+        raise ConfigError(
+            f"there is no file {path!r}: name a config.json or its folder, or a model by its name or type"
+        )
 
 
 @dataclass(frozen=True, slots=True)

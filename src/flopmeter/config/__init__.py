@@ -32,7 +32,7 @@ from flopmeter.config.sections import (
     Wandb,
 )
 from flopmeter.config.yaml_file import read_yaml
-from flopmeter.errors import ConfigError
+from flopmeter.errors import ConfigError, did_you_mean
 
 __all__ = ["MeasuringInterval", "MonitorConfig", "preset_paths"]
 
@@ -103,7 +103,9 @@ class MonitorConfig(SharedSection):
     def _from_file(cls, name: str) -> MonitorConfig:
         presets = preset_paths()
         if name not in presets and not os.path.lexists(name):
-            raise ConfigError(f"{shown(name, 200)}: no such file and no such preset (presets: {', '.join(presets)})")
+            raise ConfigError(
+                f"{shown(name, 200)}: no such file and no such preset: {did_you_mean(name[:200], presets)}"
+            )
         try:
             return cls._from_mapping(read_yaml(presets.get(name) or Path(name)))
         except ConfigError as error:

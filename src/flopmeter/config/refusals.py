@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -77,8 +77,11 @@ def nearest(path: str, paths: Sequence[str]) -> str | None:
 
     def score(candidate: str) -> float:
         other_section, _, other = candidate.rpartition(".")
-        is_part = set(name.lower().split("_")) <= set(other.split("_"))
-        likeness = max(SequenceMatcher(None, name.lower(), other).ratio(), 0.8 if is_part else 0.0)
+        words, others = name.lower().split("_"), other.split("_")
+        is_part = set(words) <= set(others)
+        is_nearly = all(get_close_matches(word, others, n=1, cutoff=0.8) for word in words)
+        part = 0.8 if is_part else 0.7 if is_nearly else 0.0
+        likeness = max(SequenceMatcher(None, name.lower(), other).ratio(), part)
         return likeness + (0.25 if section == other_section else 0.0)
 
     best = max(paths, key=score)

@@ -23,10 +23,11 @@ one pass, without holding their text; a damaged one gives what is left of it, an
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from flopmeter.errors import RecordError
+from flopmeter.errors import RecordError, TraceError
 from flopmeter.record import load_run
+from flopmeter.schema import RUN_FILE
 from flopmeter.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trace", "load_any", "load_trace"]
 
+MAX_RUNS_NAMED = 5
 _GZIP = b"\x1f\x8b"
 
 
@@ -41,23 +43,41 @@ def load_any(path: str | Path) -> Run:
     """Read a run folder, a run file, or a profiler trace as a run.
 
     Raises:
-        RecordError: it is a run that cannot be read.
+        RecordError: it is a run that cannot be read, or neither of them.
         TraceError: it is a trace that cannot be read.
     """
     file = Path(path)
-    return load_trace(file).as_run() if _is_trace(file) else load_run(file)
+    kind = _kind(file)
+    if kind == "run":
+        return load_run(file)
+    try:
+        return load_trace(file).as_run()
+    except TraceError as error:
+        if kind == "trace":
+            raise
+        raise RecordError(f"{file} is neither a run file nor a profiler trace: as a trace, {error}") from None
 
 
-def _is_trace(file: Path) -> bool:
+def _kind(file: Path) -> Literal["run", "trace", "unknown"]:
     """Told by content: run files are lines of JSON that begin with a header, traces one document."""
     if file.is_dir():
-        return False
+        _look_for_its_runs(file)
+        return "run"
     try:
         with file.open("rb") as opened:
             begin = opened.read(4096)
     except OSError as error:
         raise RecordError(f"cannot read {file}: {error.strerror or error}") from None
-    if begin.startswith(_GZIP) or begin.lstrip()[:1] == b"[":
-        return True
     is_marked = b'"traceEvents"' in begin or b'"schemaVersion"' in begin
-    return is_marked or (b'"kind"' not in begin and file.suffix != ".jsonl")
+    if is_marked or begin.startswith(_GZIP) or begin.lstrip()[:1] == b"[":
+        return "trace"
+    return "run" if b'"kind"' in begin or file.suffix == ".jsonl" else "unknown"
+
+
+def _look_for_its_runs(folder: Path) -> None:
+    """Refuse a folder that holds runs and is none."""
+    runs = [] if (folder / RUN_FILE).exists() else sorted(file.parent for file in folder.glob(f"*/{RUN_FILE}"))
+    if runs:
+        names = ", ".join(run.name for run in runs[:MAX_RUNS_NAMED])
+        more = f" and {len(runs) - MAX_RUNS_NAMED} more" if len(runs) > MAX_RUNS_NAMED else ""
+        raise RecordError(f"{folder} is no run but holds some ({names}{more}): name one, such as {runs[-1]}")
