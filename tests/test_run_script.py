@@ -257,6 +257,14 @@ if dist.is_initialized():
 DOCUMENTED = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "measure_a_script.md").read_text(), re.DOTALL)
 
 
+def test_a_folder_that_cannot_be_written_to_is_the_reason_that_is_given(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DISTRIBUTED)
+    (tmp_path / "a_file").write_text("")
+    code, _, said = python("-m", "flopmeter", "run", "-o", "a_file/record", "train.py", cwd=tmp_path)
+    assert code == 0, said
+    assert said.splitlines()[-1] == "flopmeter: no record: nothing could be written to a_file/record"
+
+
 def test_under_torchrun_each_rank_is_measured(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DISTRIBUTED)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flopmeter", "run")

@@ -90,6 +90,8 @@ class Session:
         self._is_over = True
         self._loaders.remove()
         summary = self._monitor.finish_training()
+        if not self._monitor.run_path.exists():
+            return f"no record: nothing could be written to {self._monitor.output_dir}"
         mfu, step_s = summary.get("perf/mfu"), summary.get("step_time_median_s")
         found = "MFU unknown" if mfu is None else f"MFU {100 * mfu:.1f} %"
         if not self._has_models:

@@ -134,6 +134,7 @@ class TrainingMonitor:
         self._pid = os.getpid()
         self._is_failing = False
         self._failure: str | None = None
+        self._last_summary: dict[str, float] = {}
         self._has_optimizer = optimizer is not None
         self._model: nn.Module | None = None
         if model is not None:
@@ -366,7 +367,7 @@ class TrainingMonitor:
             self._close()
             if self._at_exit is not None:
                 atexit.unregister(self._at_exit)
-        return self.summary()
+        return self._last_summary if self._state == "finished" else self.summary()
 
     def summary(self) -> dict[str, float]:
         """This start so far in a few numbers, from the job's record; nothing on a rank that does not keep it."""
@@ -459,10 +460,11 @@ class TrainingMonitor:
     def _close_record(self) -> None:
         if self._worker is None:
             return
-        summary = {"kind": "summary", "time": time.time(), "num_steps": self.num_steps, "metrics": self.summary()}
+        self._last_summary = self.summary()
+        line = {"kind": "summary", "time": time.time(), "num_steps": self.num_steps, "metrics": self._last_summary}
         if self._failure is not None:
-            summary["failure"] = self._failure
-        self._worker.close([summary])
+            line["failure"] = self._failure
+        self._worker.close([line])
         if self._resources is not None:
             self._resources.close()
 
