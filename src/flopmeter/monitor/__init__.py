@@ -132,7 +132,6 @@ class TrainingMonitor:
         self._num_failures = 0
         self._state = "new"
         self._pid = os.getpid()
-        self._is_failing = False
         self._failure: str | None = None
         self._last_summary: dict[str, float] = {}
         self._has_optimizer = optimizer is not None
@@ -378,8 +377,7 @@ class TrainingMonitor:
         except FlopmeterError as error:
             logger.warning("no summary: %s", error)
             return {}
-        started_at = run.header.started_at  # a restart appends: what was before it is another start's
-        return summarise(run.columns, [place for place in run.steady() if run.time[place] >= started_at])
+        return summarise(run.columns, [place for place in run.steady() if place >= run.starts[-1]])
 
     def latest(self, wait_s: float = 0.0) -> dict[str, float]:
         """`perf/*` over the steps since the last call, as far as they are digested; empty when none are.
@@ -396,7 +394,6 @@ class TrainingMonitor:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self._is_failing = failure is not None
         self._failure = failure.__name__ if failure is not None else None
         self.finish_training()
 
@@ -438,9 +435,9 @@ class TrainingMonitor:
         self._tracker.workloads = None
         if self._tracker.source is not None:
             self._tracker.source.stop()
-        self._effort.sampling.close()
         if self._tracker.device_time is not None:
             self._tracker.device_time.close()
+        self._effort.sampling.close()
 
     def _tell_last(self) -> None:
         """What is known only when every step is digested."""
@@ -454,7 +451,7 @@ class TrainingMonitor:
         if self._tracker.source is not None:
             self._tracker.source.close()
         if self._ranks is not None:
-            self._ranks.close(0.0 if self._is_failing else PATIENCE_S)
+            self._ranks.close(PATIENCE_S if self._failure is None else 0.0)
         self._worker.drain(DRAIN_S)
 
     def _close_record(self) -> None:
@@ -546,7 +543,6 @@ def _finish_at_exit(monitor: TrainingMonitor) -> Callable[[], None]:
         alive = reference()
         if alive is not None and alive._state == "running" and os.getpid() == pid:
             error = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)  # what the interpreter ended with
-            alive._is_failing = error is not None
             alive._failure = error.__name__ if error is not None else None
             alive.finish_training()
 

@@ -72,6 +72,8 @@ class Run:
     """The file that was read."""
     headers: list[Header] = field(default_factory=list)
     """One per start: more than one means that the run was restarted."""
+    starts: list[int] = field(default_factory=list)
+    """Position of the first step after each header of the file."""
     step: array[int] = field(default_factory=lambda: array("q"))
     """Step numbers in file order; they go back where a restart resumed from a checkpoint."""
     time: array[float] = field(default_factory=lambda: array("d"))
@@ -252,6 +254,7 @@ class RunReader:
             if isinstance(value, kind) and not isinstance(value, bool):
                 known[name] = value
         self.run.headers.append(Header(**known))
+        self.run.starts.append(len(self.run))
         self.run.summary = None
         return None
 
