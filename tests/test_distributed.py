@@ -396,6 +396,7 @@ def test_without_rank_0_each_rank_is_told_to_count_for_itself(mailboxes: Callabl
     second.exchange.note_first_step()
     until(lambda: second.reasons)
     assert "rank 0 did not answer" in second.reasons[0]
+    until(lambda: not second.exchange._thread.is_alive())
 
 
 def test_a_store_that_fails_ends_the_statistics_with_the_reason() -> None:
@@ -412,6 +413,7 @@ def test_a_store_that_fails_ends_the_statistics_with_the_reason() -> None:
     start(rank)
     until(lambda: rank.reasons)
     assert rank.reasons == ["RuntimeError: connection reset by peer"]
+    until(lambda: not rank.exchange._thread.is_alive())
 
 
 def test_notes_are_overwritten_so_the_store_does_not_grow() -> None:

@@ -137,7 +137,7 @@ class Exchange:
                 self._wake.clear()
                 self._turn()
                 self.cpu_s = time.thread_time()
-                if self._patience_s is None:
+                if self._patience_s is None and not self._is_off:
                     self._wake.wait(poll_s if self._is_waiting() else None)
                 poll_s = min(2 * poll_s, LONGEST_POLL_S)
             if not self._is_off:
