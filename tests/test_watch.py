@@ -344,6 +344,9 @@ for step in range(int(sys.argv[2])):
         exec(sys.argv[3])
 """
 
+NAP = "import time; [time.sleep(0.1) for _ in range(600)]"
+"""In short pieces: a signal just before a sleep begins is looked at after it."""
+
 
 def script(tmp_path: Path, num_steps: int, *then: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(num_steps), *then]
@@ -369,7 +372,7 @@ def test_an_exception_reaches_the_user_untouched_and_the_record_is_closed(tmp_pa
 
 
 def test_ctrl_c_leaves_a_closed_record(tmp_path: Path) -> None:
-    with script(tmp_path, 30, "import time; time.sleep(60)") as process:
+    with script(tmp_path, 30, NAP) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -378,7 +381,7 @@ def test_ctrl_c_leaves_a_closed_record(tmp_path: Path) -> None:
 
 
 def test_kill_9_loses_no_more_than_the_flush_bound(tmp_path: Path) -> None:
-    with script(tmp_path, 30, "import time; time.sleep(60)") as process:
+    with script(tmp_path, 30, NAP) as process:
         assert process.stdout is not None
         process.stdout.readline()
         threading.Event().wait(2.0)  # the thread has long been awake since

@@ -61,6 +61,7 @@ class Sampling:
 
     def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
         """An ordinary step was digested; `index` is how many were before it."""
+        self._garbage.add_up()
         step_s = metrics["perf/step_time"]
         slower = self.plan.note_step(index, step_s)
         if slower is not None:
