@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="the loop is written with accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
 
 from flopmeter import ConfigError, load_run, watch
 
@@ -105,6 +106,28 @@ def test_autocast_work_is_held_against_the_peak_of_its_dtype(tmp_path: Path) -> 
     train(Accelerator(cpu=True, mixed_precision="bf16"), tmp_path)
     count = next(event for event in load_run(tmp_path).events if event["event"] == "count")
     assert count["by_dtype"] == {"bfloat16": 5 * LAYER}
+
+
+class Broken(GeneralTracker):
+    """A tracker that cannot log `perf/*`."""
+
+    name, requires_logging_directory, tracker = "broken", False, None
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        if any(name.startswith("perf/") for name in values):
+            raise OSError("the server is gone")
+
+
+def test_a_tracker_that_fails_costs_neither_the_training_nor_the_record(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=Broken())
+    accelerator.init_trackers("mine")
+    assert len(train(accelerator, tmp_path)) == NUM_BATCHES
+    run = load_run(tmp_path)
+    assert len(run) == NUM_BATCHES
+    assert run.summary is not None
 
 
 def test_another_kind_of_accelerator_is_refused(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def test_a_failing_monitor_leaves_the_trainer_alone(tmp_path: Path, caplog: pyte
         trainer = fit(tmp_path, Net(), callbacks=[Breaks(config=CONFIG)])
     assert trainer.global_step == NUM_BATCHES
     assert len([record for record in caplog.records if "monitoring is now off" in record.message]) == 1
+    assert load_run(tmp_path).summary is not None
 
 
 def test_a_model_of_transformers_inside_is_counted_without_its_padding(tmp_path: Path) -> None:

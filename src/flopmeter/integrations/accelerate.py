@@ -82,12 +82,15 @@ class FlopmeterTracker(GeneralTracker):  # type: ignore[misc]
         self._monitor.log_metrics(numbers, step)
         self._send(self._monitor.latest(), step)
 
+    def finish(self) -> None:
+        """The loop is over, on every rank: what is left goes to the other trackers before they close."""
+        self._send_the_rest()
+        self._monitor.finish_training()
+
     @on_main_process  # type: ignore[untyped-decorator]
     @harmless
-    def finish(self) -> None:
-        """The loop is over: what is left goes to the other trackers before they close."""
+    def _send_the_rest(self) -> None:
         self._send(self._monitor.latest(LAST_LOG_WAIT_S), self._last_step)
-        self._monitor.finish_training()
 
     def _send(self, perf: dict[str, float], step: int | None) -> None:
         for tracker in self._accelerator.trackers if perf else ():

@@ -121,14 +121,17 @@ class FlopmeterCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause.close()
 
-    @harmless
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.monitor is not None:
-            _log(trainer, self.monitor.latest(LAST_LOG_WAIT_S))
+        self._log_the_rest(trainer)
         self._finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._finish()
+
+    @harmless
+    def _log_the_rest(self, trainer: Trainer) -> None:
+        if self.monitor is not None:
+            _log(trainer, self.monitor.latest(LAST_LOG_WAIT_S))
 
     def _end_search(self, pl_module: LightningModule) -> None:
         """After the first batch: measure the one module that the step called, or the batch where there are several."""
