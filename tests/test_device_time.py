@@ -39,7 +39,9 @@ class Simulated(nn.Module):
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_s: float, **device: Any) -> dict[str, Any]:
     simulated = SimulatedDevice(**device)
-    monkeypatch.setattr("flopmeter.monitor.timeline_of", lambda _: timeline_on(simulated, num_events=256))
+    monkeypatch.setattr(
+        "flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated, num_events=256)
+    )
     model = Simulated(simulated, num_kernels=100, kernel_s=kernel_s)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
@@ -117,7 +119,7 @@ def test_a_watched_run_leaves_its_marked_steps_out_of_the_device_times(
 def test_no_call_is_made_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedDevice()
     simulated.is_capturing = True  # from here on every record or query raises RuleBroken
-    monkeypatch.setattr("flopmeter.monitor.timeline_of", lambda _: timeline_on(simulated))
+    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)

@@ -265,6 +265,19 @@ def test_a_folder_that_cannot_be_written_to_is_the_reason_that_is_given(tmp_path
     assert said.splitlines()[-1] == "flopmeter: no record: nothing could be written to a_file/record"
 
 
+@pytest.mark.parametrize("setup", ["", "import logging; logging.basicConfig()"])
+def test_a_warning_of_ours_says_whose_it_is(tmp_path: Path, setup: str) -> None:
+    (tmp_path / "train.py").write_text(setup + DISTRIBUTED)
+    for _ in range(2):
+        code, _, said = flopmeter_run("-o", "record", "train.py", cwd=tmp_path)
+        assert code == 0, said
+    signature = "WARNING:flopmeter:" if setup else "flopmeter: "
+    assert [line for line in said.splitlines() if "holds a run that has ended" in line] == [
+        f"{signature}record holds a run that has ended; this one is added to it, as after a restart: "
+        "give each run an output_dir of its own to keep them apart"
+    ]
+
+
 def test_under_torchrun_each_rank_is_measured(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DISTRIBUTED)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flopmeter", "run")

@@ -15,7 +15,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,9 +41,23 @@ def install(settings: str) -> None:
     Args:
         settings: As JSON: `output_dir`, `config` (a mapping) and `is_quiet`.
     """
+    logger.addHandler(_Signed())
     program = Program(**json.loads(settings))
     program.follow()
     atexit.register(program.finish)
+
+
+class _Signed(logging.StreamHandler):  # type: ignore[type-arg]
+    """Says whose warning it is, where the program has no logging of its own: it has never heard of us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self.setFormatter(logging.Formatter("flopmeter: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
 
 
 class Program:
@@ -132,6 +148,7 @@ class Program:
         self._is_idle = is_measured or self._num_records >= MAX_RECORDS
         if self._is_idle:
             return
+        _import_apart("flopmeter.integrations._session")
         from flopmeter.integrations._discovery import Discovery
 
         self._discovery = Discovery(self._attach, self._num_missed, is_in_backward=_is_in_backward())
@@ -165,6 +182,16 @@ def _is_measured_already() -> bool:
     if module is None:
         return False  # nobody can have made one: that spares a look at all objects
     return any(item.is_running for item in gc.get_objects() if issubclass(type(item), module.TrainingMonitor))
+
+
+def _import_apart(name: str) -> None:
+    """Import a module on another thread, because malloc gives each thread memory of its own.
+
+    What is imported here stays. Among the holes that the activations of the first step have left it would keep those of
+    all later steps apart, which was measured as 0.3 % of a step.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(import_module, name).result()
 
 
 def _is_in_backward() -> bool:
