@@ -1,17 +1,19 @@
 """What does `flopmeter run` cost beside `python` on the same program?
 
-    python benchmarks/run_script.py [--steps 4000] [--pairs 24] [--short]
+    python benchmarks/run_script.py [--steps 3000] [--sets 40] [--short]
 
 `a step`: one process under `flopmeter run` trains two steps with the hooks that it finds on model, optimizer and
 backward pass, and two without, in turn; the figure is the median difference to the plain step of the same turn, with
 its standard error. Measured steps and their turns are left out.
 
-`two processes`: one under each command, a few steps at a time in turn, many pairs. As many pairs run under `python`
-both, for two processes that do the same differ by a percent or two, by where their memory lies: only many pairs tell
-more. Mean over the pairs of the median difference, after the first 20 steps. glibc is told to keep freed memory: else a
-step takes 0 to 1,300 page faults, by luck, which is up to 4 % of it. `measured steps` is what observed and profiled
-ones took beyond an ordinary step, spread over all; `the first 20 steps` is what it takes to understand the loop and to
-observe it for the first time. The losses of a pair must be equal.
+`a process`: two under `python` and one under `flopmeter run` train in turns, a few steps at a time and in random order,
+then all are started anew, many times: two processes that do the same differ by a percent, by where their memory lies,
+and only many of them tell more. Each is compared with the first one under `python`, step by step: mean over the sets
+of the median difference, after the first 20 steps, with its standard error. What the second `python` shows is what the
+machine cannot tell from nothing. glibc is told to keep freed memory: else a step takes 0 to 1,300 page faults, by luck,
+which is up to 4 % of it. `measured steps` is what observed and profiled ones took beyond an ordinary step, spread over
+all; `the first 20 steps` is what it takes to understand the loop and to observe it for the first time. The losses of a
+set must be equal.
 
 `start-up` is the wall time of programs that train nothing. flopmeter is byte-compiled, as pip leaves it. One torch
 thread. The last line printed is JSON.
@@ -39,13 +41,15 @@ from rich.table import Table
 import flopmeter
 from flopmeter import load_run
 
-BENCHMARK_VERSION = 6
+BENCHMARK_VERSION = 7
 START_STEPS = 20
 START_PAIRS = 8
-BLOCK, SHORT_BLOCK = 4, 2
-PAIR_STEPS = 84
+BLOCK, SHORT_BLOCK = 16, 2
+TURNS = 4
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 COMMANDS = {"python": [], "flopmeter run": ["-m", "flopmeter", "run", "--quiet", "-o"]}
+TOGETHER = {"python": "python", "python again": "python", "flopmeter run": "flopmeter run"}
+"""What the processes of a set are called, and how they are started."""
 EMPTY = {"an empty program": "pass", "a program that imports torch": "import torch"}
 TRAINING = """
 import json, sys, time
@@ -185,32 +189,35 @@ def train_in_turns(folder: Path, num_steps: int) -> dict[str, float]:
     }
 
 
-def train_pair(folder: Path, num_steps: int, command: str) -> dict[str, float]:
-    """What a step takes more in the second of two processes; raises when the losses differ."""
-    records = [folder / f"record{number}" for number in range(2)]
-    runs = [
-        Training("python", records[0], make_script(folder / "first")),
-        Training(command, records[1], make_script(folder / "second")),
-    ]
-    for turn in range(num_steps // BLOCK):
-        for run in runs[:: 1 if turn % 2 else -1]:
-            run.train(BLOCK)
-    losses = [run.end() for run in runs]
+def train_together(folder: Path, num_turns: int, block: int, chance: random.Random) -> dict[str, dict[str, float]]:
+    """What a step takes more in each process of a set than in the first; raises when the losses differ."""
+    runs = {name: Training(command, folder / f"{name}.record", make_script(folder / name))
+            for name, command in TOGETHER.items()}  # fmt: skip
+    for run in runs.values():
+        run.train(START_STEPS)
+    for _ in range(num_turns):
+        for name in chance.sample(list(runs), len(runs)):
+            runs[name].train(block)
+    losses = [run.end() for run in runs.values()]
     if len(set(losses)) != 1:
         raise SystemExit(f"the losses differ: {losses}")
-    plain, watched = (run.steps_s for run in runs)
-    return compared(plain, watched, measured_steps(records[1]) if records[1].exists() else [])
+    plain, *others = runs
+    return {
+        name: compared(runs[plain].steps_s, runs[name].steps_s, measured_steps(folder / f"{name}.record"))
+        for name in others
+    }
 
 
 def measured_steps(record: Path) -> list[int]:
     """Steps after the start that were observed or profiled, counted from 0."""
+    if not record.exists():
+        return []
     return [at for at, marks in load_run(record).marks.items() if at >= START_STEPS and marks]
 
 
 def compared(plain: list[float], watched: list[float], measured: list[int]) -> dict[str, float]:
-    start = min(START_STEPS, len(plain) // 2)
-    step_s = statistics.median(plain[start:])
-    more = [b - a for a, b in zip(plain[start:], watched[start:], strict=True)]
+    step_s = statistics.median(plain[START_STEPS:])
+    more = [b - a for a, b in zip(plain[START_STEPS:], watched[START_STEPS:], strict=True)]
     more_s = statistics.median(more)
     return {
         "num_steps": len(plain),
@@ -218,19 +225,21 @@ def compared(plain: list[float], watched: list[float], measured: list[int]) -> d
         "more_s": more_s,
         "num_measured": len(measured),
         "measuring_s": sum(watched[at] - step_s - more_s for at in measured) / len(more),
-        "start_s": sum(watched[:start]) - sum(plain[:start]),
+        "start_s": sum(watched[:START_STEPS]) - sum(plain[:START_STEPS]),
     }
 
 
-def together(pairs: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the pairs, and the standard error of what a step takes more."""
-    means = {key: statistics.fmean(pair[key] for pair in pairs) for key in pairs[0]}
-    totals = {key: sum(pair[key] for pair in pairs) for key in ("num_steps", "num_measured")}
-    deviation_s = statistics.stdev(pair["more_s"] for pair in pairs) if len(pairs) > 1 else float("nan")
-    return {**means, **totals, "error_s": deviation_s / len(pairs) ** 0.5}
+def over_sets(found: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the sets, and the standard error of what a step takes more."""
+    means = {key: statistics.fmean(one[key] for one in found) for key in found[0]}
+    totals = {key: sum(one[key] for one in found) for key in ("num_steps", "num_measured")}
+    deviation_s = statistics.stdev(one["more_s"] for one in found) if len(found) > 1 else float("nan")
+    return {**means, **totals, "error_s": deviation_s / len(found) ** 0.5}
 
 
-def show(starts: dict[str, dict[str, float]], in_turns: dict[str, float], pairs: dict[str, dict[str, float]]) -> None:
+def show(
+    starts: dict[str, dict[str, float]], in_turns: dict[str, float], processes: dict[str, dict[str, float]]
+) -> None:
     table = Table(title="flopmeter run against python", title_justify="left")
     for heading in ("what", *COMMANDS, "more"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
@@ -238,13 +247,13 @@ def show(starts: dict[str, dict[str, float]], in_turns: dict[str, float], pairs:
         table.add_row(
             f"start-up: {name}", *(f"{value * 1e3:.0f} ms" for value in times.values()), f"{_more(times) * 1e3:.0f} ms"
         )
-    for name, found in {"a step": in_turns, **{f"two processes: {name}": pair for name, pair in pairs.items()}}.items():
+    for name, found in {"a step": in_turns, **{f"a process: {name}": one for name, one in processes.items()}}.items():
         step_s, more_s, error_s = (found[key] for key in ("step_s", "more_s", "error_s"))
         table.add_row(
             name, f"{step_s * 1e3:.2f} ms", f"{(step_s + more_s) * 1e3:.2f} ms",
             f"{more_s / step_s:+.2%} (+- {error_s / step_s:.2%})",
         )  # fmt: skip
-    watched = pairs["flopmeter run"]
+    watched = processes["flopmeter run"]
     table.add_row(
         f"{watched['num_measured']:.0f} measured steps", "", "", f"{watched['measuring_s'] / watched['step_s']:+.2%}"
     )
@@ -258,27 +267,26 @@ def _more(times: dict[str, float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=4000, help="of the process that trains with and without hooks")
-    parser.add_argument("--pairs", type=int, default=24, help="of processes, and as many more under python both")
+    parser.add_argument("--steps", type=int, default=3000, help="of the process that trains with and without hooks")
+    parser.add_argument("--sets", type=int, default=40, help="of processes that train in turns")
     parser.add_argument("--short", action="store_true", help="a few steps, to see that it runs")
     arguments = parser.parse_args()
-    num_pairs, num_steps = (2, 40) if arguments.short else (arguments.pairs, arguments.steps)
+    num_sets, num_steps, num_turns, block = (
+        (2, 40, 1, 8) if arguments.short else (arguments.sets, arguments.steps, TURNS, BLOCK)
+    )
     compileall.compile_dir(Path(flopmeter.__file__).parent, quiet=1)
+    chance = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        starts = start_up(folder, min(num_pairs, START_PAIRS))
+        starts = start_up(folder, min(num_sets, START_PAIRS))
         in_turns = train_in_turns(folder / "turns", num_steps)
-        pairs: dict[str, list[dict[str, float]]] = {command: [] for command in COMMANDS}
-        for number in range(num_pairs):
-            for command, found in pairs.items():
-                size = 24 if arguments.short else PAIR_STEPS
-                found.append(train_pair(folder / f"{command}{number}", size, command))
-    means = {name: together(found) for name, found in pairs.items()}
-    show(starts, in_turns, means)
+        sets = [train_together(folder / str(number), num_turns, block, chance) for number in range(num_sets)]
+    processes = {name: over_sets([found[name] for found in sets]) for name in sets[0]}
+    show(starts, in_turns, processes)
     machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": version("torch")}
     print(json.dumps({
         "benchmark": "run_script", "version": BENCHMARK_VERSION, "machine": machine,
-        "num_pairs": num_pairs, "start_up_s": starts, "in_turns": in_turns, "two_processes": means, "pairs": pairs,
+        "num_sets": num_sets, "start_up_s": starts, "in_turns": in_turns, "processes": processes, "sets": sets,
     }))  # fmt: skip
 
 

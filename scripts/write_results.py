@@ -258,9 +258,9 @@ def run_script(language: str) -> str:
     found = load("run_script")
     heads = {"en": ("`flopmeter run` beside `python`", "more"), "zh": ("`flopmeter run` 相对 `python`", "增加")}
     rows = [(f"a step of {found['in_turns']['step_s'] * 1e3:.0f} ms", _more(found["in_turns"]))]
-    for command, pair in found["two_processes"].items():
-        rows.append((f"`python` and `{command}`, two processes, {found['num_pairs']} pairs", _more(pair)))
-    watched = found["two_processes"]["flopmeter run"]
+    for name, process in found["processes"].items():
+        rows.append((f"`{name}`, another process, {found['num_sets']} times", _more(process)))
+    watched = found["processes"]["flopmeter run"]
     rows += [
         (
             f"{watched['num_measured']} measured steps, spread over {watched['num_steps']}",
@@ -334,10 +334,8 @@ def in_short(language: str) -> str:
     }
     added = ", ".join(f"{row['added_cpu_share_rank_0']:.2%} ({row['ranks']} ranks)" for row in job)
     run = load("run_script")
-    whole = run["two_processes"]
-    run_cost = (
-        *map(_more, (run["in_turns"], whole["flopmeter run"], whole["python"])), whole["flopmeter run"]["start_s"] * 1e3
-    )  # fmt: skip
+    watched, again = run["processes"]["flopmeter run"], run["processes"]["python again"]
+    run_cost = (*map(_more, (run["in_turns"], watched, again)), watched["start_s"] * 1e3)
     return f"- {published(language)}" + lines[language].format(
         *tiny_us, sizes["count_s"], sizes["peak_rss_mb"], min(faster), max(faster), min(smaller), max(smaller),
         longest["num_steps"], longest["report_s"], longest["peak_rss_mb"], longest["page_mb"], *run_cost,
