@@ -77,6 +77,19 @@ def test_a_logged_value_is_the_aggregate_since_the_last_one_without_marked_steps
     assert logs[-1]["perf/step_time"] == pytest.approx(0.020)  # (10 + 20 + 30) / 3: the warm-up step is left out
 
 
+def test_what_only_some_steps_know_reaches_the_sinks_and_waits_for_ranks_are_aggregated() -> None:
+    digest = Digest(MonitorConfig.load({"monitoring": {"detail_every": 2}}))
+    first = StepRecord(index=0, time_s=0.0, clock=(0, OTHER, 10**8), blocked_ns=(0, 0, 0, 10**7, 0, 0))
+    second = StepRecord(
+        index=1, time_s=0.1, clock=(0, OTHER, 10**8), blocked_ns=(0, 0, 0, 3 * 10**7, 0, 0), wait_cpu_share=0.25
+    )
+    assert digest(first).line["metrics"]["perf/exposed_communication_share"] == pytest.approx(0.1)
+    logged_now = digest(second).metrics
+    assert logged_now is not None
+    assert logged_now["perf/exposed_communication_share"] == pytest.approx(0.2)  # 40 of 200 ms
+    assert logged_now["perf/data_wait_cpu_share"] == 0.25
+
+
 def test_every_key_is_one_of_the_schema() -> None:
     for delivery in deliveries(60):
         assert set(delivery.line["metrics"]) <= set(METRICS_BY_KEY)

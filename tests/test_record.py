@@ -64,7 +64,7 @@ def test_events_are_found_by_name_in_file_order_and_the_newest_peak_of_a_dtype_c
     assert run.named("peak") == peaks
     assert run.last("peak") == peaks[1]
     assert (run.named("gc"), run.last("gc")) == ([], {})
-    assert run.peaks() == {"bf16": peaks[1], "fp16": {"flop_per_s": 2.0}}
+    assert run.peaks == {"bf16": peaks[1], "fp16": {"flop_per_s": 2.0}}
 
 
 def test_a_metric_that_no_step_has_is_all_nan(tmp_path: Path) -> None:

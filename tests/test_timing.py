@@ -111,10 +111,13 @@ def test_a_phase_or_pause_that_raises_is_timed_all_the_same(clock: PhaseClock, t
     assert seconds(split(clock.take())) == (1.0, {"forward": 1.0})
 
 
-def test_starting_twice_does_not_move_the_start(clock: PhaseClock, time_: FakeClock) -> None:
+def test_marks_before_the_start_do_not_count_but_the_phase_goes_on(clock: PhaseClock, time_: FakeClock) -> None:
+    clock.switch(FORWARD)
     time_.pass_s(1)
+    clock.switch(OTHER)
     clock.start()
-    assert split(clock.take()).step_ns == 1_000_000_000
+    time_.pass_s(2)
+    assert seconds(split(clock.take())) == (2.0, {"other": 2.0})
 
 
 def test_time_before_the_start_does_not_count(time_: FakeClock) -> None:

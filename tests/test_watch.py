@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ from flopmeter import ConfigError, TrainingMonitor, load_run, watch
 from flopmeter.flops.observe import observe
 from flopmeter.flops.workload import Needs
 from flopmeter.monitor.workloads import WorkloadReader, resolve
+from flopmeter.report._facts import facts_of
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}
 WIDTH, BATCH = 8, 4
@@ -291,10 +293,10 @@ def test_a_loss_that_is_no_number_is_recorded_as_it_is(tmp_path: Path, loss: flo
 
 @pytest.mark.parametrize(
     ("settings", "accuracy"),
-    [({}, 1.0), ({"dataset_labels_shifted": False}, 0.0), ({"log_dataset_metrics": False}, None)],
+    [({}, 1.0), ({"dataset_labels_shifted": False}, 0.0), ({"log_dataset_metrics": False}, 1.0)],  # W&B's alone
 )
 def test_each_dataset_has_its_loss_and_accuracy_in_the_record(
-    tmp_path: Path, settings: dict[str, bool], accuracy: float | None
+    tmp_path: Path, settings: dict[str, bool], accuracy: float
 ) -> None:
     labels = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0]])
     logits = nn.functional.one_hot(1 - labels, 2).float()  # each position names what comes after it
@@ -307,13 +309,48 @@ def test_each_dataset_has_its_loss_and_accuracy_in_the_record(
             monitor.log_step(step, 0, 1.0, None, None)
     run = load_run(tmp_path)
     found = {key: values[1] for key, values in run.columns.items() if key.startswith("dataset/")}
-    if accuracy is None:
-        assert found == {}
-    else:
-        assert found == {
-            "dataset/web/loss": 2.0, "dataset/web/accuracy": accuracy, "dataset/web/samples": 2,
-            "dataset/code/loss": 6.0, "dataset/code/accuracy": accuracy, "dataset/code/samples": 2,
-        }  # fmt: skip
+    assert found == {
+        "dataset/web/loss": 2.0, "dataset/web/accuracy": accuracy, "dataset/web/samples": 2,
+        "dataset/code/loss": 6.0, "dataset/code/accuracy": accuracy, "dataset/code/samples": 2,
+    }  # fmt: skip
+
+
+def test_the_report_of_a_short_run_knows_its_datasets(tmp_path: Path) -> None:
+    with TrainingMonitor(tmp_path, CONFIG) as monitor:
+        monitor.update_dataset_metrics(["web"], torch.tensor([4.0]))
+        monitor.log_step(1, 0, 1.0, None, None)  # of the 50 after which datasets are told
+    (row,) = facts_of(load_run(tmp_path))["datasets"]
+    assert (row["name"], row["loss"], row["samples"]) == ("web", 4.0, 1.0)
+
+
+def test_a_run_starts_with_its_first_step_and_its_header_names_the_peak(tmp_path: Path) -> None:
+    model = make_model()
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=model)
+    with pytest.raises(ConfigError):
+        monitor.set_training_phase("bogus")
+    assert not monitor.is_running
+    assert not monitor.run_path.exists()
+    model(torch.ones(BATCH, WIDTH)).sum().backward()
+    monitor.log_step(1, 0, 1.0, None, None)
+    monitor.finish_training()
+    run = load_run(tmp_path)
+    assert run.header.peak["fp32"]["flop_per_s"] == 1e12
+    assert run.header.peak["fp32"]["source"] == "user"
+    assert run.named("peak") == []
+
+
+def test_what_happens_before_the_first_batch_is_starting_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_ns = 0
+    for module in ("flopmeter.monitor.tracker", "flopmeter.timing"):
+        monkeypatch.setattr(f"{module}.perf_counter_ns", lambda: time.perf_counter_ns() + ahead_ns)
+    model, loader = make_model(), make_loader(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, loader, output_dir=tmp_path, config=CONFIG)
+    monitor._clock._now_ns = lambda: time.perf_counter_ns() + ahead_ns  # type: ignore[method-assign]
+    ahead_ns = 3600 * 10**9  # an hour of tokenising
+    train(model, optimizer, loader)
+    monitor.finish_training()
+    assert max(load_run(tmp_path).column("perf/step_time")) < 3600
 
 
 def test_own_events_evaluations_and_metrics_are_recorded(tmp_path: Path) -> None:

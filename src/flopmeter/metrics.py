@@ -39,6 +39,8 @@ class Step(Struct, frozen=True, kw_only=True):
     """Samples, over all micro-batches."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase; what is missing up to `step_s` is the phase "other"."""
+    exposed_s: float | None = None
+    """Seconds of the backward pass that only waited for other ranks; None where that is not known."""
 
 
 def utilisation(flop: Mapping[str, float], peak_flop_per_s: Mapping[str, float], wall_s: float) -> float | None:
@@ -65,11 +67,12 @@ class Window:
     A number that one step does not know is unknown for the window: its total is None from there on.
     """
 
-    __slots__ = ("_counts", "_flop", "_num_steps", "_phase_s", "_wall_s")
+    __slots__ = ("_counts", "_exposed_s", "_flop", "_num_steps", "_phase_s", "_wall_s")
 
     def __init__(self, steps: Iterable[Step] = ()) -> None:
         self._num_steps = 0
         self._wall_s = 0.0
+        self._exposed_s: float | None = 0.0
         self._counts: list[int | None] = [0] * len(_COUNTS)
         self._flop: list[dict[str, float] | None] = [{} for _ in _FLOP]
         self._phase_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -83,6 +86,8 @@ class Window:
         """Take one more step into the aggregate."""
         self._num_steps += 1
         self._wall_s += step.step_s
+        exposed_s = self._exposed_s
+        self._exposed_s = None if step.exposed_s is None or exposed_s is None else exposed_s + step.exposed_s
         for phase, seconds in step.phase_s.items():
             self._phase_s[phase] += seconds
         for place, count in enumerate((step.tokens, step.tokens_processed, step.samples)):
@@ -110,6 +115,8 @@ class Window:
         for phase, key in _SHARES:
             result[key] = self._phase_s[phase] / wall_s
         result["perf/other_share"] += rest_s / wall_s
+        if self._exposed_s is not None:
+            result["perf/exposed_communication_share"] = self._exposed_s / wall_s
         model_flop = self._flop[0]
         if model_flop is not None:
             result["perf/model_flop"] = sum(model_flop.values()) / self._num_steps

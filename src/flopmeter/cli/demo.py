@@ -177,7 +177,6 @@ def _table(result: DemoResult) -> Table:
     for label, key, pattern, scale in _ROWS:
         value = result.summary.get(key)
         table.add_row(label, "unknown" if value is None else pattern.format(value * scale))
-    for event in load_run(result.run_path).events:
-        if event.get("event") == "peak":
-            table.add_row("Peak", f"{event['flop_per_s'] / 1e12:.3g} TFLOP/s {event['dtype']} ({event['source']})")
+    for dtype, peak in load_run(result.run_path).peaks.items():
+        table.add_row("Peak", f"{peak['flop_per_s'] / 1e12:.3g} TFLOP/s {dtype} ({peak['source']})")
     return table

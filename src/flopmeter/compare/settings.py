@@ -34,7 +34,7 @@ def _name(key: str) -> str:
 
 def peaks_of(run: Run) -> dict[str, float]:
     """FLOP/s by dtype that the run's MFU is held against."""
-    peaks: dict[str, Any] = {dtype: peak.get("flop_per_s") for dtype, peak in run.peaks().items()}
+    peaks: dict[str, Any] = {dtype: peak.get("flop_per_s") for dtype, peak in run.peaks.items()}
     return {dtype: float(value) for dtype, value in peaks.items() if _is_number(value)}
 
 

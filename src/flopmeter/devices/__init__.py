@@ -66,6 +66,10 @@ class Peak:
     measured_flop_per_s: float | None = None
     """CPU only: the best that was measured, None before any measurement."""
 
+    def as_record(self) -> dict[str, str | float]:
+        """What a run file says of it."""
+        return {"device": self.device, "flop_per_s": self.flop_per_s, "source": self.source, "note": self.note}
+
 
 def peak_flops(
     device: str | torch.device | None = None,

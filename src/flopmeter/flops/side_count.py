@@ -318,4 +318,8 @@ def _scaled(count: FlopCount, scale: int) -> FlopCount:
             changed[field.name] = value * scale
         elif field.name in ("by_dtype", "hardware_by_dtype", "by_op", "by_module"):
             changed[field.name] = {key: flop * scale for key, flop in value.items()}
+        elif field.name == "growth":
+            changed[field.name] = {
+                dtype: {driver: flop * scale for driver, flop in parts.items()} for dtype, parts in value.items()
+            }
     return replace(count, **changed)

@@ -30,7 +30,6 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 MAX_UNASKED = 1000
 """Steps that `latest` adds up at most."""
 _OVERHEAD_EVERY = 16
-_EXPOSED = "perf/exposed_communication_share"
 BASICS = ("global_step", "training/loss", "training/lr", "training/epoch")
 """What the sinks get at every log; the details come on top, at a rate of their own."""
 
@@ -154,7 +153,6 @@ class Digest:
         self._details_every = config.details_every
         self._since_log: list[Step] = []
         self._since_asked: deque[Step] = deque(maxlen=MAX_UNASKED)
-        self._exposed_s: list[float] = []
         self._productive_s = 0.0
         self._first_s: float | None = None
 
@@ -164,20 +162,18 @@ class Digest:
         time_ = split(item.clock)
         peaks = self.source.peaks if self.source is not None else {}
         step = self._of_job(item, self._step(item, time_))
-        metrics = self._own_metrics(item, step.step_s)
-        metrics |= Window([step]).compute(peaks, self._num_devices)
+        own = self._own_metrics(item, step.step_s)
+        metrics = own | Window([step]).compute(peaks, self._num_devices)
         line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": metrics}
         if item.marks:
             line["marks"] = item.marks
         else:
             self._since_log.append(step)
             self._since_asked.append(step)
-            if item.blocked_ns is not None:
-                self._exposed_s.append(item.blocked_ns[BACKWARD] / 1e9)
             if self._on_step is not None:
                 self._on_step(item.index, metrics)
         skipped = ("wandb",) if item.values.get("skip_wandb") else ()
-        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, metrics, peaks), skipped)
+        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, own, peaks), skipped)
 
     def _placed(self, item: Log) -> Delivery:
         """What happened between steps, under the loop's own numbers: those of a resumed run do not begin at 1."""
@@ -194,23 +190,16 @@ class Digest:
         steps, self._since_asked = self._since_asked, deque(maxlen=MAX_UNASKED)
         return Window(steps.copy()).compute(self.source.peaks if self.source is not None else {}, self._num_devices)
 
-    def _due(self, num_steps: int, metrics: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float] | None:
-        """What the sinks get now: the basics at their rate, the details at theirs."""
-        due: dict[str, float] = {}
-        if num_steps % self._basic_every == 0:
-            due |= {key: metrics[key] for key in BASICS if key in metrics}
+    def _due(self, num_steps: int, own: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float] | None:
+        """What the sinks get now: the basics at their rate, the details at theirs.
+
+        Args:
+            own: The step's metrics but for those of `Window`, which are aggregated since the last time.
+        """
         if num_steps % self._details_every == 0:
-            due |= {key: value for key, value in metrics.items() if not key.startswith("perf/")}
-            due |= {
-                key: metrics[key]
-                for key in ("perf/overhead_share", "perf/goodput", "perf/flop_error")
-                if key in metrics
-            }
-            due |= Window(self._since_log).compute(peaks, self._num_devices)
-            self._since_log = []
-            exposed_s, self._exposed_s = self._exposed_s, []
-            if exposed_s and "perf/step_time" in due:
-                due[_EXPOSED] = sum(exposed_s) / len(exposed_s) / due["perf/step_time"]
+            steps, self._since_log = self._since_log, []
+            return {**own, **Window(steps).compute(peaks, self._num_devices)}
+        due = {key: own[key] for key in BASICS if key in own} if num_steps % self._basic_every == 0 else {}
         return due or None
 
     @property
@@ -241,6 +230,7 @@ class Digest:
             model_flop=predicted.model if predicted else None,
             hardware_flop=predicted.hardware if predicted else None,
             processed_flop=predicted.processed if predicted else None,
+            exposed_s=item.blocked_ns[BACKWARD] / 1e9 if item.blocked_ns is not None else None,
         )
 
     def _own_metrics(self, item: StepRecord, step_s: float) -> dict[str, float]:
@@ -261,8 +251,6 @@ class Digest:
         if item.index % _OVERHEAD_EVERY == 0:
             self._overhead_share = self._overhead()
         metrics["perf/overhead_share"] = self._overhead_share
-        if item.blocked_ns is not None and step_s > 0:
-            metrics[_EXPOSED] = item.blocked_ns[BACKWARD] / 1e9 / step_s
         if item.wait_cpu_share is not None:
             metrics["perf/data_wait_cpu_share"] = item.wait_cpu_share
         if item.datasets is not None:

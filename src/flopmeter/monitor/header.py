@@ -6,6 +6,7 @@ import platform
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from flopmeter.resources import ResourceSampler
 from flopmeter.schema import SCHEMA_VERSION
 
 
-def make_header(model: nn.Module | None, config: MonitorConfig) -> dict[str, Any]:
-    """The run file's first line."""
+def make_header(model: nn.Module | None, config: MonitorConfig, peaks: Mapping[str, Any]) -> dict[str, Any]:
+    """The run file's first line.
+
+    Args:
+        peaks: By dtype, as far as they are known; later ones come as events.
+    """
     settings = config.monitoring
     return {
         "kind": "header",
@@ -31,6 +36,7 @@ def make_header(model: nn.Module | None, config: MonitorConfig) -> dict[str, Any
         "model": type(model).__name__ if model is not None else "",
         "num_parameters": _num_parameters(model) if model is not None else 0,
         "device": device_name(device_of(model)),
+        "peak": peaks,
         "mode": settings.mfu_calculation_mode,
         "convention": settings.convention,
         "versions": {"flopmeter": __version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -66,6 +66,8 @@ class FlopSource:
         self._looked_up: set[str] = set()
         self.peaks: dict[str, float] = {}
         """FLOP/s by dtype, as far as known."""
+        self.recorded_peaks: dict[str, dict[str, str | float]] = {}
+        """The same with device, source and note, for the run's header."""
         self._known: dict[Workload, StepFlop] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._facts: dict[str, Any] | None = None
@@ -263,8 +265,8 @@ class FlopSource:
             self._event("warning", message=str(error))
             return
         self.peaks = self.peaks | {dtype: peak.flop_per_s}  # replaced: the background thread may be reading
-        details = {"flop_per_s": peak.flop_per_s, "source": peak.source, "note": peak.note}
-        self._event("peak", dtype=dtype, device=peak.device, **details)
+        self.recorded_peaks[dtype] = peak.as_record()
+        self._event("peak", dtype=dtype, **self.recorded_peaks[dtype])
 
 
 def _short(flop: Mapping[str, float]) -> dict[str, float]:

@@ -54,6 +54,7 @@ class StepTracker:
         """Whether the running step has had a forward pass of training."""
         self._has_stepped_in_backward = False
         self._is_first = True
+        self._has_begun = False
         self.is_evaluating = False
         """Whether the model was last called without gradients."""
         self._evaluating_since_ns = 0
@@ -65,6 +66,8 @@ class StepTracker:
     def on_wait(self) -> None:
         if self.num_pauses:
             return
+        if not self._has_begun:
+            self._begin_step()
         if self.is_evaluating:
             self.end_evaluation()
         self._note((perf_counter_ns(), DATA_WAIT))
@@ -113,8 +116,15 @@ class StepTracker:
             except Exception as error:  # noqa: BLE001 - an odd batch must not stop the forward pass
                 self._on_failure("reading the batch", error)
 
+    def _begin_step(self) -> None:
+        """The loop waits for its first batch, or calls its model with it: what went before was starting up."""
+        self._has_begun = True
+        self.clock.start()
+
     def _begin(self) -> None:
         self._on_start()
+        if not self._has_begun:
+            self._begin_step()
         if self.source is not None:
             self.source.note_autocast()
         self._is_first = False

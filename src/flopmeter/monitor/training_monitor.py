@@ -123,6 +123,8 @@ class TrainingMonitor:
         )
         self._num_failures = 0
         self._state = "new"
+        self._early: list[Log] = []
+        """Events from before the start: they follow the header."""
         self._pid = os.getpid()
         self._failure: str | None = None
         self._last_summary: dict[str, float] = {}
@@ -200,7 +202,9 @@ class TrainingMonitor:
                 "%s holds a run that has ended; this one is added to it, as after a restart: give each run an "
                 "output_dir of its own to keep them apart", self.output_dir,
             )  # fmt: skip
-        header = {**make_header(self._model, self.config), "rank": self._rank}
+        source = self._tracker.source
+        peaks = source.recorded_peaks if source is not None else {}
+        header = {**make_header(self._model, self.config, dict(peaks)), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
         self._worker = Worker(
             RunWriter(record_path(self.output_dir, self._rank, self.config)),
@@ -216,6 +220,10 @@ class TrainingMonitor:
         timeline = timeline_of(device_of(self._model))
         if timeline is not None:
             self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
+        for log in self._early:
+            if log.line["event"] != "peak":  # those are in the header
+                self._worker.put(log)
+        self._early.clear()
         self._steps.put = self._worker.put
         self._tracker.background = self._worker
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
@@ -313,8 +321,7 @@ class TrainingMonitor:
         predictions: Any = None,
     ) -> None:
         """Take in a batch's datasets: loss, accuracy and samples of each, accumulated on the device and read late."""
-        if self.config.wandb.log_dataset_metrics:
-            self._datasets.update(dataset_names, loss, logits, labels, predictions)
+        self._datasets.update(dataset_names, loss, logits, labels, predictions)
 
     @_harmless
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -467,7 +474,10 @@ class TrainingMonitor:
     def _event(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
         """Write an event to the record; its `metrics` are what the sinks get of it."""
         line = {"kind": "event", "event": event, "time": time.time(), "after_step": self.num_steps, **fields}
-        self._put(Log(line, metrics))
+        if self._state == "new":
+            self._early.append(Log(line, metrics))
+        else:
+            self._put(Log(line, metrics))
 
     def _join_job(self) -> None:
         """Take part in a job of several ranks, once there is a model and the run is on."""

@@ -37,6 +37,7 @@ NEVER_NS = 1 << 62
 _BASICS = frozenset(BASICS)
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
 CLOSE_TIMEOUT_S = 10.0
+"""What the disk is given at the end, and each sink: W&B takes a few seconds to open on a busy machine."""
 
 
 class SinkThread:
@@ -202,7 +203,7 @@ class Worker:
         self._wake.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         for sink in self._sinks:
-            if not sink.close(CLOSE_TIMEOUT_S / 2):
+            if not sink.close(CLOSE_TIMEOUT_S):
                 logger.warning("the sink %s does not answer and is left behind", sink.name)
             if sink.num_dropped:
                 logger.warning("the sink %s missed %d logs", sink.name, sink.num_dropped)

@@ -55,7 +55,7 @@ class Header:
     device: str = ""
     """Device name as the driver gives it."""
     peak: Mapping[str, Any] = field(default_factory=dict)
-    """Peak by dtype: `{"bf16": {"flop_per_s": ..., "source": ..., "note": ...}}`."""
+    """Peak by dtype, as far as known: `{"bf16": {"device": ..., "flop_per_s": ..., "source": ..., "note": ...}}`."""
     mode: str = ""
     """How FLOPs are obtained: smart, profiler, estimate or hybrid."""
     convention: str = ""
@@ -84,6 +84,8 @@ class Run:
     """Position in the columns to the marks of that step (warmup, observed, profiled)."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Pauses, counts, calibrations, epochs, evaluations, warnings, in file order."""
+    peaks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What MFU is held against, by dtype, as headers and events say: the newest counts."""
     summary: dict[str, Any] | None = None
     """The closing summary; None while the run goes on, or when it was killed."""
     skipped: list[str] = field(default_factory=list)
@@ -114,11 +116,6 @@ class Run:
     def last(self, name: str) -> dict[str, Any]:
         """The newest event of that name; empty when there is none."""
         return next((event for event in reversed(self.events) if event.get("event") == name), {})
-
-    def peaks(self) -> dict[str, Mapping[str, Any]]:
-        """What MFU is held against, by dtype; the newest counts."""
-        of_header = {str(dtype): peak for dtype, peak in self.header.peak.items() if isinstance(peak, Mapping)}
-        return of_header | {str(event.get("dtype")): event for event in self.named("peak")}
 
     def steady(self) -> list[int]:
         """Positions of the steps that represent the run: neither warm-up nor observed nor profiled."""
@@ -253,7 +250,9 @@ class RunReader:
             value, kind = line.get(name), _KINDS[str(spec.type).partition("[")[0]]
             if isinstance(value, kind) and not isinstance(value, bool):
                 known[name] = value
-        self.run.headers.append(Header(**known))
+        header = Header(**known)
+        self.run.headers.append(header)
+        self.run.peaks |= {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
         self.run.starts.append(len(self.run))
         self.run.summary = None
         return None
@@ -275,6 +274,8 @@ class RunReader:
         if len(self.run.events) >= MAX_EVENTS:
             return f"an event beyond the first {MAX_EVENTS}"
         self.run.events.append(line)
+        if line.get("event") == "peak":
+            self.run.peaks[str(line.get("dtype"))] = line
         return None
 
     def _summary(self, line: dict[str, Any]) -> str | None:

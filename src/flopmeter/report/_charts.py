@@ -178,7 +178,7 @@ def _symbols(marks: dict[str, Any]) -> list[dict[str, Any]]:
     drops = [(row["step"], f"{percent(row['from_mfu'])} to {percent(row['to_mfu'])}") for row in marks["drops"]]
     rows = (
         ("Pause", "triangle-down", "@vermilion", [pause for pause in pauses if pause[0] is not None]),
-        ("FLOPs measured", "diamond", "@purple", [(step, "") for step in marks["measured"]]),
+        ("Measured step", "diamond", "@purple", [(step, "") for step in marks["measured"]]),
         ("MFU fell", "x", "@orange", [drop for drop in drops if drop[0] is not None]),
     )
     band = [("Warm-up", "square", "@band", [(None, "")])] if marks["warmup"] else []

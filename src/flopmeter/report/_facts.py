@@ -125,14 +125,20 @@ def _finding(finding: Any) -> dict[str, Any]:
 
 def _datasets(run: Run) -> list[dict[str, Any]]:
     """The last known numbers of each dataset, in the order in which they came up."""
-    found: dict[str, dict[str, Any]] = {}
+    last: dict[str, float | None] = {}
     for key, column in run.columns.items():
+        if key.startswith("dataset/"):
+            known = (value for place in range(len(column) - 1, -1, -1) if (value := number(column[place])) is not None)
+            last[key] = next(known, None)
+    for event in run.named("metrics"):  # what came together after the last step that was told of
+        last |= {key: number(value) for key, value in mapping(event.get("metrics")).items()}
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in last.items():
         kind, _, rest = key.partition("/")
         name, _, quantity = rest.rpartition("/")
         if kind == "dataset" and name and quantity in ("loss", "accuracy", "samples") and len(found) < MAX_DATASETS:
-            known = (value for place in range(len(column) - 1, -1, -1) if (value := number(column[place])) is not None)
             empty = {"name": clean(name, 80), "loss": None, "accuracy": None, "samples": None}
-            found.setdefault(name, empty)[quantity] = next(known, None)
+            found.setdefault(name, empty)[quantity] = value
     return list(found.values())
 
 
@@ -170,7 +176,7 @@ def _peaks(run: Run) -> list[dict[str, Any]]:
             "source": clean(peak.get("source") or "", 40),
             "note": clean(peak.get("note") or "", MAX_SENTENCE),
         }
-        for dtype, peak in list(run.peaks().items())[:MAX_SENTENCES]
+        for dtype, peak in list(run.peaks.items())[:MAX_SENTENCES]
     ]
 
 

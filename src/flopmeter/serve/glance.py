@@ -124,4 +124,5 @@ def _glance(run: Run, name: str, title: str, status: os.stat_result, now_s: floa
 
 def _device(run: Run) -> str:
     """The name that the peak was looked up by says more than `cpu`."""
-    return str(run.last("peak").get("device") or run.header.device)
+    names = [str(peak["device"]) for peak in run.peaks.values() if peak.get("device")]
+    return names[-1] if names else run.header.device

@@ -34,12 +34,11 @@ class PhaseClock:
         now_ns: The clock; tests pass a fake one.
     """
 
-    __slots__ = ("_is_started", "_marks", "_now_ns", "note")
+    __slots__ = ("_marks", "_now_ns", "note")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._now_ns = now_ns
         self._marks = [now_ns(), OTHER]  # one list for good: `note` is bound to it
-        self._is_started = False
         self.note: Callable[[tuple[int, int]], None] = self._marks.extend
         """`switch` without a call in between: takes the clock and the phase that begins. `bound` goes with it."""
 
@@ -49,10 +48,8 @@ class PhaseClock:
         return self._marks[-1]
 
     def start(self) -> None:
-        """Begin the first step; a second call does nothing."""
-        if not self._is_started:
-            self._is_started = True
-            self._marks[-2] = self._now_ns()
+        """Let the step begin only now: what went before belongs to none."""
+        self._marks[:] = self._now_ns(), self._marks[-1]
 
     def switch(self, phase: int) -> None:
         """Let another phase begin."""

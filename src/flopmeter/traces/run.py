@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,8 @@ def make_run(trace: Trace) -> Run:
     """The run that the trace could have been."""
     first = trace.ranks[0]
     steps = [_JobStep(trace, number) for number in trace.numbers]
-    run = Run(path=first.path, headers=[_header(trace, steps[0])], skipped=list(trace.notes))
+    header = _header(trace, steps[0])
+    run = Run(path=first.path, headers=[header], peaks=dict(header.peak), skipped=list(trace.notes))
     for step in steps:
         run.step.append(step.number)
         run.time.append(step.end_s)
@@ -107,10 +107,7 @@ def _header(trace: Trace, first_step: _JobStep) -> Header:
         started_at=first_step.end_s - first_step.step_s,
         world_size=max(first.world_size or 1, len(trace.ranks)),
         device="cpu" if first.is_cpu else first.device,
-        peak={
-            dtype: {"flop_per_s": peak.flop_per_s, "source": peak.source, "note": peak.note}
-            for dtype, peak in first.peaks.items()
-        },
+        peak={dtype: peak.as_record() for dtype, peak in first.peaks.items()},
         mode="trace",
         convention="exact",
         versions={"flopmeter": __version__},
@@ -126,8 +123,7 @@ def _put(run: Run, metrics: Mapping[str, float]) -> None:
 
 def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:
     first, last = trace.ranks[0], steps[-1]
-    events = [_event(steps[0], "peak", **_peak(dtype, peak)) for dtype, peak in first.peaks.items()]
-    events += [_event(step, "profile", **_profile(first, step, steps)) for step in steps]
+    events = [_event(step, "profile", **_profile(first, step, steps)) for step in steps]
     events.append(_event(last, "count", **_count(steps, first)))
     events.append(_event(last, "facts", **first.facts))
     if len(trace.ranks) > 1:
@@ -137,10 +133,6 @@ def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:
 
 def _event(step: _JobStep, name: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "event", "event": name, "time": step.end_s, "after_step": step.number, **fields}
-
-
-def _peak(dtype: str, peak: Any) -> dict[str, Any]:
-    return {"dtype": dtype, **{key: asdict(peak)[key] for key in ("device", "flop_per_s", "source", "note")}}
 
 
 def _profile(rank: RankTrace, step: _JobStep, steps: Sequence[_JobStep]) -> dict[str, Any]:

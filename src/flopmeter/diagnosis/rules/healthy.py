@@ -68,5 +68,5 @@ def _what_would_tell(evidence: Evidence) -> str:
 
 def _can_be_measured(evidence: Evidence) -> bool:
     """Not where the device is elsewhere, as that of a trace is, and not where the peak is a measurement already."""
-    peaks = evidence.run.peaks().values() if evidence.run.headers else ()
-    return evidence.mode != "trace" and not any(peak.get("source") == "measured" for peak in peaks)
+    is_measured = any(peak.get("source") == "measured" for peak in evidence.run.peaks.values())
+    return evidence.mode != "trace" and not is_measured

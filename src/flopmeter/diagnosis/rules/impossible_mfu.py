@@ -28,9 +28,10 @@ def check(evidence: Evidence) -> Finding | None:
     highest = max(mfu, evidence.mean_or_none("perf/hfu") or 0.0)
     if highest <= LIMIT:
         return None
-    peak = evidence.window.latest("peak")
+    peaks = evidence.run.peaks
+    dtype, peak = list(peaks.items())[-1] if peaks else ("", {})
     flop_per_s = number(peak.get("flop_per_s"), MAX_COUNT * MAX_COUNT)
-    stated = f"{flop_per_s / 1e12:.4g} TFLOP/s {str(peak.get('dtype'))[:20]}, {str(peak.get('source'))[:20]}"
+    stated = f"{flop_per_s / 1e12:.4g} TFLOP/s {dtype[:20]}, {str(peak.get('source'))[:20]}"
     return Finding(
         rule="impossible_mfu",
         title=f"a utilisation of {percent(highest)} is impossible: the peak, the dtype or the FLOPs are wrong",
