@@ -103,7 +103,7 @@ def test_a_further_demo_takes_the_next_free_folder(tmp_path: Path, monkeypatch: 
 
 
 def test_an_unknown_plant_is_refused_with_the_one_that_was_meant() -> None:
-    with pytest.raises(ConfigError, match=r"no plant 'slow_disc'; did you mean slow_disk\?"):
+    with pytest.raises(ConfigError, match=r"no plant 'slow_disc'; did you mean 'slow_disk'\?"):
         find_plant("slow_disc")
 
 

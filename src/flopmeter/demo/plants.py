@@ -17,14 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from flopmeter.demo.workloads import WORKLOADS, Recipe, WorkloadName
-from flopmeter.errors import ConfigError
+from flopmeter.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from flopmeter.monitor import TrainingMonitor
@@ -330,6 +329,4 @@ def find_plant(name: str) -> Plant:
     plants = {plant.name: plant for plant in PLANTS}
     if name in plants:
         return plants[name]
-    near = get_close_matches(name, plants, n=1)
-    meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(plants)}"
-    raise ConfigError(f"there is no plant {name!r}; {meant}")
+    raise ConfigError(f"there is no plant {name!r}; {did_you_mean(name, plants)}")

@@ -36,22 +36,16 @@ class Glance:
     """Finished: it wrote its summary. Stopped: it did not, and is silent."""
     updated_at: float
     """Unix time of the last write."""
-    num_bytes: int = 0
-    """Size of the file."""
     model: str = ""
     """Class of the model."""
     device: str = ""
     """Device name."""
     world_size: int = 1
     """Ranks."""
-    started_at: float = 0.0
-    """Unix time of the newest start that was seen."""
     last_step: int | None = None
     """Number of the last step."""
     mfu: float | None = None
     """Of the steady steps; of the last few of them while there is no summary."""
-    hfu: float | None = None
-    """Likewise."""
     step_s: float | None = None
     """Median step time."""
     tokens_per_s: float | None = None
@@ -107,14 +101,11 @@ def _glance(run: Run, name: str, title: str, status: os.stat_result, now_s: floa
         title=clean(title),
         state="stopped" if run.failure or (is_silent and not run.summary) else "finished" if run.summary else "running",
         updated_at=status.st_mtime,
-        num_bytes=status.st_size,
         model=clean(header.model, 80),
         device=clean(_device(run), 80),
         world_size=header.world_size,
-        started_at=header.started_at,
         last_step=run.step[-1] if len(run) else None,
         mfu=number(means.get("perf/mfu")),
-        hfu=number(means.get("perf/hfu")),
         step_s=step_s,
         tokens_per_s=number(means.get("perf/tokens_per_second")),
         loss=number(run.column("training/loss")[-1]) if len(run) else None,

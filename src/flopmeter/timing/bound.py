@@ -7,7 +7,7 @@ host. Marks cannot tell a host that is slow to launch from one that synchronises
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -34,8 +34,6 @@ class Verdict:
     """Steps without a flaw that have a phase of computing; all shares are of these."""
     waiting_share: float | None
     """Share of steps in which the device waited for the host; None when unknown."""
-    waiting_share_by_phase: Mapping[str, float]
-    """The same for each phase of computing alone: a run may launch too slowly in its forward pass only."""
     reason: str
     """One sentence for the report."""
 
@@ -55,16 +53,12 @@ def judge(steps: Iterable[DeviceStep], *, min_steps: int = MIN_STEPS) -> Verdict
     waits = [found for step in steps if (found := _waits_by_phase(step))]
     if len(waits) < min_steps:
         reason = f"{len(waits)} steps were measured on the device, and it takes {min_steps} to tell"
-        return Verdict(
-            bound="unknown", num_steps=len(waits), waiting_share=None, waiting_share_by_phase={}, reason=reason
-        )
+        return Verdict(bound="unknown", num_steps=len(waits), waiting_share=None, reason=reason)
     waiting_share = fmean(all(found.values()) for found in waits)
-    by_phase = {phase: [found[phase] for found in waits if phase in found] for phase in COMPUTE_PHASES}
     return Verdict(
         bound="host" if waiting_share >= MIN_WAITING_SHARE else "device",
         num_steps=len(waits),
         waiting_share=waiting_share,
-        waiting_share_by_phase={phase: fmean(found) for phase, found in by_phase.items() if found},
         reason=_reason(waiting_share, len(waits)),
     )
 
