@@ -236,6 +236,7 @@ def test_counters_are_read_in_the_background_while_training_goes_on(tmp_path: Pa
     run = load_run(tmp_path)
     assert len(run) == 8
     assert {(event["reader"], event["tensor_active"]) for event in run.named("counters")} == {("slow", 0.4)}
+    assert "slow: tensor pipes busy 40.0" in (tmp_path / "report.html").read_text()
 
 
 def test_counters_that_raise_are_switched_off_with_one_warning(

@@ -191,6 +191,22 @@ def test_an_unknown_peak_leaves_mfu_unknown_and_the_time_split_told(tmp_path: Pa
     assert "Observed MFU" not in figure["layout"]["yaxis"]["ticktext"]
 
 
+@pytest.mark.parametrize("name", ["md", "txt", "html"])
+def test_hardware_counters_stand_beside_hfu(tmp_path: Path, name: str) -> None:
+    readings = [runs.event("counters", reader="dcgmi", tensor_active=share, dram_active=None) for share in (0.3, 0.5)]
+    run = run_of(tmp_path, runs.header(), *(runs.step(place) for place in range(1, 9)), *readings)
+    page = render(run, name).replace("&nbsp;", " ")
+    assert "dcgmi: tensor pipes busy 40.0 %; HFU by counting" in page  # the mean of 30 and 50 %
+    assert "memory busy" not in page
+
+
+def test_a_cpus_counters_give_the_rate_between_the_first_and_the_last_reading(tmp_path: Path) -> None:
+    readings = [{**runs.event("counters", reader="perf_event", flop=flop), "time": time_s}
+                for time_s, flop in ((100.0, 1e9), (110.0, 4e9), (120.0, 9e9))]  # fmt: skip
+    counters = facts_of(run_of(tmp_path, runs.header(), runs.step(1), *readings))["counters"]
+    assert counters["flop_per_s"] == pytest.approx(4e8)  # 8e9 in 20 s
+
+
 def test_the_bars_of_the_waterfall_lead_from_100_to_the_observed_mfu(ordinary: Run) -> None:
     facts = facts_of(ordinary)
     figure = waterfall_figure(facts["waterfall"])

@@ -93,6 +93,9 @@ METRICS: tuple[Metric, ...] = (
     _metric(
         "resource/worker_cpu_cores", "", "sum", "CPU cores that the workers keep busy: workers that wait use none."
     ),
+    _metric("counter/tensor_active", "1", "rank0", "Share of cycles in which tensor pipes worked; stands beside HFU."),
+    _metric("counter/sm_active", "1", "rank0", "Share of cycles in which a multiprocessor had work."),
+    _metric("counter/dram_active", "1", "rank0", "Share of cycles in which the device's memory was read or written."),
     *(
         _metric(f"rank/{name}_time_{which}", "s", "rank0", f"{meaning}: {which} over the ranks, mean of an interval.")
         for name, meaning in (

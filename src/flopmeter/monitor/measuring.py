@@ -26,7 +26,7 @@ from flopmeter.flops.workload import Needs, Workload
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.monitor.workloads import Seen, resolve
-from flopmeter.schema import StepMark
+from flopmeter.schema import METRICS_BY_KEY, StepMark
 
 logger = logging.getLogger("flopmeter")
 
@@ -166,7 +166,10 @@ class FlopSource:
         if counters is None:
             return
         try:
-            self._event("counters", reader=counters.name, **asdict(counters.read()))
+            reading = asdict(counters.read())
+            known = {f"counter/{name}": value for name, value in reading.items() if value is not None}
+            shares = {key: value for key, value in known.items() if key in METRICS_BY_KEY}
+            self._event("counters", shares or None, reader=counters.name, **reading)
         except Exception as error:  # noqa: BLE001 - the thread that writes the record goes on without them
             self._counters = None  # not closed: what cannot be read is not asked for anything more
             message = f"{counters.name}: no more hardware counters: {type(error).__name__}: {error}"

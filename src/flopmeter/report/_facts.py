@@ -19,6 +19,7 @@ from flopmeter.diagnosis import Diagnosis, diagnose
 from flopmeter.goodput import Goodput, goodput
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
+from flopmeter.report._counters import counters_of
 from flopmeter.report._elsewhere import elsewhere
 from flopmeter.report._ranks import ranks_of
 from flopmeter.report._series import phases_of, series_of
@@ -57,6 +58,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "work": work_of(run),
         "ranks": ranks_of(run),
         "datasets": _datasets(run),
+        "counters": counters_of(run),
         "method": _method(run, means, mfu),
         "goodput": _plain(asdict(spent)),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
+from flopmeter.report._counters import counters_text
 from flopmeter.report._text import amount, percent, plain, points, seconds
 
 _SECTIONS = {
@@ -169,6 +170,8 @@ def method_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
          "warm-up and measured steps are left out"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in method["versions"].items()) or "unknown"),
     ]  # fmt: skip
+    if facts["counters"]:
+        rows.append(("Hardware counters", counters_text(facts["counters"], facts["headline"]["hfu"])))
     return rows
 
 
