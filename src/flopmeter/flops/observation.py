@@ -170,7 +170,7 @@ class Observation:
                 dtype=_dtype_of(args),
                 is_attention=formula.family in _ATTENTION_FAMILIES,
                 work=work,
-                pairs=self._pairs_of(op, formula, args, {**bound, **kwargs}, out, frame, node),
+                pairs=self._pairs_of(op, formula, {**bound, **kwargs}, out, frame, node),
             )
         )
 
@@ -196,7 +196,6 @@ class Observation:
         self,
         op: str,
         formula: Formula,
-        args: tuple[Any, ...],
         bound: Mapping[str, Any],
         out: Any,
         frame: Frame,
@@ -211,7 +210,7 @@ class Observation:
         known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
         if known is not None:
             return known
-        pairs = self._pairs.product(args, out)
+        pairs = self._pairs.product(op, bound, out)
         if torch.is_grad_enabled():
             self._pairs.by_sequence[_get_sequence_nr() - 1] = pairs
         return pairs
@@ -234,7 +233,7 @@ class Observation:
     def _note_uncounted(self, op: str) -> None:
         namespace, _, name = op.partition("::")
         is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS) and "upsample" not in name
-        if is_matrix_like or namespace not in _KNOWN_NAMESPACES:
+        if is_matrix_like or namespace not in _KNOWN_NAMESPACES or formulas.is_solver(op):
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 
 

@@ -55,6 +55,10 @@ PRODUCTS = frozenset({"matmul", "grouped", "quantized", "sparse"})
 """Families whose operators surround each other: of such a nest the innermost is closest to what ran."""
 MATRIX_WORD = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|linear|lstm|gru|rnn|einsum")
 """A word in the name of an operator that probably does matrix work, whether or not it has a formula."""
+_SOLVER = re.compile(
+    r"aten::_?(linalg_(?!cross|diagonal|norm|vector_norm|check_errors)\w+|cholesky\w*|geqrf|lobpcg|lu_(solve|unpack)"
+    r"|matrix_exp|orgqr|ormqr|svd|triangular_solve)"
+)
 RECORDED_DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -146,6 +150,16 @@ def find(op: str) -> Formula | None:
     """The formula of an operator ("aten::mm"), or None when nobody has registered one."""
     _load_families()
     return _registry.get(op)
+
+
+@cache
+def is_solver(op: str) -> bool:
+    """Whether an operator of torch's inverts, solves or decomposes matrices: n^3 FLOPs, how many depends on the kernel.
+
+    There are no formulas for them, so they are named as uncounted. `linalg_vector_norm`, which clips gradients, and
+    other point-wise work of that family is none of them.
+    """
+    return _SOLVER.fullmatch(op) is not None
 
 
 @cache
