@@ -160,7 +160,7 @@ class Observation:
         node = _gradient_node() if not self._frames.depth else None
         frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
         bound = bind(formula, func, args)
-        phase, work = self._phase(frame), _work(formula, bound, kwargs, out)
+        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node), out)
         self._note_repeats(phase, work, node)
         self.calls.append(
             Call(
@@ -272,6 +272,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _gradient_node() -> Any:
     """The autograd node that runs now, or None outside of a backward pass."""
     return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def _with_wanted(formula: Formula, kwargs: dict[str, Any], node: Any) -> dict[str, Any]:
+    """The arguments, and which gradients the operator's own node passes on, for a formula that asks."""
+    if not formula.wants_wanted or node is None:
+        return kwargs
+    own_name = formula.op.rpartition("::")[2].replace("_", "")
+    if node.name().lower().rstrip("0123456789") != own_name:
+        return kwargs  # a compiled graph's node, whose inputs are other tensors
+    return {**kwargs, "wanted": tuple(function is not None for function, _ in node.next_functions)}
 
 
 def _needed_gradients(node: Any, key_dim: int, value_dim: int) -> float:

@@ -92,12 +92,18 @@ class Formula:
     composite: bool = False
     """True when the dispatcher splits the operator before a mode sees it: only traces and inference mode show it."""
     parameters: tuple[str, ...] = ()
-    """The function's parameters; with one named `out` it is given the result's Spec (or a tuple of them)."""
+    """The function's parameters; with one named `out` it is given the result's Spec (or a tuple of them), with one
+    named `wanted` which of the forward operator's inputs want a gradient, where its autograd node tells."""
 
     @property
     def wants_out(self) -> bool:
         """Whether the function asks for the result's shape."""
         return "out" in self.parameters
+
+    @property
+    def wants_wanted(self) -> bool:
+        """Whether the function asks which gradients somebody wants."""
+        return "wanted" in self.parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work:
         result = self.function(*args, **kwargs)
