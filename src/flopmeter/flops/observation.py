@@ -160,7 +160,7 @@ class Observation:
         node = _gradient_node() if not self._frames.depth else None
         frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
         bound = bind(formula, func, args)
-        phase, work = self._phase(frame), _work(formula, bound, kwargs, out)
+        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node), out)
         self._note_repeats(phase, work, node)
         self.calls.append(
             Call(
@@ -170,7 +170,7 @@ class Observation:
                 dtype=_dtype_of(args),
                 is_attention=formula.family in _ATTENTION_FAMILIES,
                 work=work,
-                pairs=self._pairs_of(op, formula, args, {**bound, **kwargs}, out, frame, node),
+                pairs=self._pairs_of(op, formula, {**bound, **kwargs}, out, frame, node),
             )
         )
 
@@ -196,7 +196,6 @@ class Observation:
         self,
         op: str,
         formula: Formula,
-        args: tuple[Any, ...],
         bound: Mapping[str, Any],
         out: Any,
         frame: Frame,
@@ -211,7 +210,7 @@ class Observation:
         known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
         if known is not None:
             return known
-        pairs = self._pairs.product(args, out)
+        pairs = self._pairs.product(op, bound, out)
         if torch.is_grad_enabled():
             self._pairs.by_sequence[_get_sequence_nr() - 1] = pairs
         return pairs
@@ -234,7 +233,7 @@ class Observation:
     def _note_uncounted(self, op: str) -> None:
         namespace, _, name = op.partition("::")
         is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS) and "upsample" not in name
-        if is_matrix_like or namespace not in _KNOWN_NAMESPACES:
+        if is_matrix_like or namespace not in _KNOWN_NAMESPACES or formulas.is_solver(op):
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 
 
@@ -273,6 +272,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _gradient_node() -> Any:
     """The autograd node that runs now, or None outside of a backward pass."""
     return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def _with_wanted(formula: Formula, kwargs: dict[str, Any], node: Any) -> dict[str, Any]:
+    """The arguments, and which gradients the operator's own node passes on, for a formula that asks."""
+    if not formula.wants_wanted or node is None:
+        return kwargs
+    own_name = formula.op.rpartition("::")[2].replace("_", "")
+    if node.name().lower().rstrip("0123456789") != own_name:
+        return kwargs  # a compiled graph's node, whose inputs are other tensors
+    return {**kwargs, "wanted": tuple(function is not None for function, _ in node.next_functions)}
 
 
 def _needed_gradients(node: Any, key_dim: int, value_dim: int) -> float:

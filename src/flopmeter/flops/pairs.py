@@ -74,12 +74,14 @@ class PairTracker:
             pairs.allowed.append(mask)
             _tag(out, pairs)
 
-    def product(self, args: tuple[Any, ...], out: Any) -> Pairs:
+    def product(self, op: str, bound: Mapping[str, Any], out: Any) -> Pairs:
         """The pairs of a batched product: those of the softmax it consumes, or new ones that may become attention."""
-        pairs = _find_tag(args)
+        pairs = _find_tag(tuple(bound.values()))
         if pairs is not None and pairs.is_attention:
             return pairs
         pairs = Pairs()
+        if op == "aten::baddbmm" and bound.get("beta", 1) != 0:  # with 0 it is memory that nobody filled
+            pairs.allowed.append(bound["self"])
         _tag(out, pairs)
         return pairs
 
