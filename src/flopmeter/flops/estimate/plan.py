@@ -104,6 +104,18 @@ class EstimatePlan:
             left_out=(*self.left_out, HARDWARE_NOTE),
         )
 
+    def executed(self, workload: Workload, pairs_as: Convention = "full") -> dict[str, dict[str, float]]:
+        """What a device runs of it, by dtype and by what that grows with: every row, padding too, and reruns.
+
+        Args:
+            pairs_as: `exact` where attention skips what its mask forbids.
+        """
+        growth: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for line in self._lines:
+            amount = line.amount.of(workload, "full" if isinstance(line.amount, Rows) else pairs_as)
+            growth[line.dtype][line.amount.driver] += (line.forward + line.backward + line.rerun) * amount
+        return growth
+
     def by_module(
         self, workload: Workload, training: bool = True, convention: Convention = "exact"
     ) -> Mapping[str, float]:
