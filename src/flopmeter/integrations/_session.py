@@ -43,6 +43,7 @@ class Session:
             self._monitor.set_model_ref(*found.models)
         self._monitor.start_training(after_step=self._num_before)
         self._marks = self._monitor.marks
+        self._marks.has_optimizer = True
         self._loaders = LoaderMarks(self._marks)
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
         for optimizer in found.optimizers.values():

@@ -41,7 +41,8 @@ class ForwardListener(Protocol):
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
     def on_forward_end(self) -> None: ...
-    def on_evaluation(self) -> None: ...
+    def on_evaluation(self, *, is_training: bool) -> None: ...
+    def on_evaluation_end(self) -> None: ...
 
 
 class WaitListener(Protocol):
@@ -174,18 +175,23 @@ class _ForwardHook(_Hook):
         if _is_grad_enabled():
             self._on_forward(args, kwargs)
         else:
-            self._on_evaluation()
+            self._on_evaluation(is_training=module.training)
 
 
 class _ForwardEndHook(_Hook):
-    __slots__ = ("_on_forward_end",)
+    __slots__ = ("_on_evaluation_end", "_on_forward_end")
 
     def __init__(self, listener: ForwardListener) -> None:
         self._on_forward_end = listener.on_forward_end
+        self._on_evaluation_end = listener.on_evaluation_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if _graph_task() == -1 and _is_grad_enabled() and not _is_compiling():
+        if _graph_task() != -1 or _is_compiling():
+            return
+        if _is_grad_enabled():
             self._on_forward_end()
+        else:
+            self._on_evaluation_end()
 
 
 class _OptimizerHook(_Hook):
