@@ -640,19 +640,22 @@ def test_a_mistake_of_ours_ends_the_measuring_and_not_the_program(
 
 
 @pytest.mark.parametrize(
-    ("summary", "num_steps", "line"),
+    ("mfu", "num_before", "num_steps", "line"),
     [
-        ({"perf/mfu": 0.4357, "step_time_median_s": 0.212}, 50, "MFU 43.6 %, 212 ms per step, 50 steps; run: runs/a"),
-        ({"perf/mfu": None}, 1, "MFU unknown (too few steps), 1 step; run: runs/a"),
+        (0.4357, 2, 48, "MFU 43.6 %, 212 ms per step (median), 48 of 50 steps measured; run: runs/a"),
+        (0.4357, 0, 50, "MFU 43.6 %, 212 ms per step (median), 50 steps; run: runs/a"),
+        (None, 0, 1, "MFU unknown (too few steps), 1 step; run: runs/a"),
+        (None, 2, 1, "MFU unknown (too few steps), 1 of 3 steps measured; run: runs/a"),
     ],
 )
 def test_the_closing_line_counts_and_spells_as_the_report_does(
-    summary: dict[str, float | None], num_steps: int, line: str
+    mfu: float | None, num_before: int, num_steps: int, line: str
 ) -> None:
+    summary = {"perf/mfu": mfu} if mfu is None else {"perf/mfu": mfu, "step_time_median_s": 0.212}
     session = Session.__new__(Session)
     session._loaders = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
     session._monitor = SimpleNamespace(  # type: ignore[assignment]
         run_path=Path(__file__), finish_training=lambda: summary, num_steps=num_steps, output_dir="runs/a"
     )
-    session._has_models, session._num_before = True, 0
+    session._has_models, session._num_before = True, num_before
     assert session.finish() == line

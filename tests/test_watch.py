@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flopmeter import ConfigError, TrainingMonitor, load_run, watch
 from flopmeter.flops.observe import observe
 from flopmeter.flops.workload import Needs
+from flopmeter.monitor.tracker import IN_STEP
 from flopmeter.monitor.workloads import WorkloadReader, resolve
 from flopmeter.report._facts import facts_of
 
@@ -132,6 +133,28 @@ def test_evaluation_is_a_pause_and_no_step(tmp_path: Path) -> None:
     assert len(run) == 12
     pauses = [event["name"] for event in run.events if event["event"] == "pause"]
     assert [name for name in pauses if name != "flopmeter"] == ["eval"]  # the others: reading what was measured
+
+
+def test_passes_without_gradients_in_every_step_are_no_pauses_and_their_flop_is_not_counted(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+    x = torch.ones(BATCH, WIDTH)
+    for _ in range(12):  # self-conditioning, and a target before the backward pass
+        with torch.no_grad():
+            guess = model(x)
+        out = model(x + guess)
+        with torch.no_grad():
+            target = model(x)
+        (out - target).square().mean().backward()
+        optimizer.step()
+    monitor.finish_training()
+    run = load_run(tmp_path)
+    pauses = [event["after_step"] for event in run.events if event["event"] == "pause" and event["name"] == "eval"]
+    assert all(step < 3 for step in pauses)
+    assert [event["message"] for event in run.events if event["event"] == "warning"] == [IN_STEP]
+    # Two layers forward, both weights and one input backward: that of the one pass with gradients.
+    assert run.column("perf/model_flop")[-1] == 5 * LAYER
 
 
 def test_everything_is_taken_away_again(tmp_path: Path) -> None:

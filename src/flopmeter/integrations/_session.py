@@ -43,6 +43,7 @@ class Session:
             self._monitor.set_model_ref(*found.models)
         self._monitor.start_training(after_step=self._num_before)
         self._marks = self._monitor.marks
+        self._marks.has_optimizer = True
         self._loaders = LoaderMarks(self._marks)
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
         for optimizer in found.optimizers.values():
@@ -99,6 +100,12 @@ class Session:
         elif step_s is None:
             found += " (too few steps)"
         else:
-            found += f", {step_s * 1e3:.3g} ms per step"
-        num_steps = self._num_before + self._monitor.num_steps
-        return f"{found}, {num_steps} step{'s' * (num_steps != 1)}; run: {self._monitor.output_dir}"
+            found += f", {step_s * 1e3:.3g} ms per step (median)"
+        return f"{found}, {_num_steps(self._monitor.num_steps, self._num_before)}; run: {self._monitor.output_dir}"
+
+
+def _num_steps(num_measured: int, num_before: int) -> str:
+    """The steps that the record has, and of how many: the first few went into understanding the loop."""
+    num_steps = num_measured + num_before
+    found = f"{num_steps} step{'s' * (num_steps != 1)}"
+    return f"{num_measured} of {found} measured" if num_before else found

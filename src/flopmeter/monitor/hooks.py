@@ -41,7 +41,8 @@ class ForwardListener(Protocol):
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
     def on_forward_end(self) -> None: ...
-    def on_evaluation(self) -> None: ...
+    def on_evaluation(self, *, is_training: bool) -> None: ...
+    def on_evaluation_end(self) -> None: ...
 
 
 class WaitListener(Protocol):
@@ -99,8 +100,7 @@ class Hooks:
 
     def attach_loader(self, loader: Any) -> None:
         """Time the wait for each batch of a DataLoader, however the loop iterates over it."""
-        dataset = getattr(loader, "dataset", None)
-        self._undo.append(patch_loaders(self._listener, lambda iterator: iterator._dataset is dataset))
+        self._undo.append(patch_loaders(self._listener, _Feeds(loader)))
 
     def remove(self) -> None:
         """Take everything away again. Safe to call twice."""
@@ -174,18 +174,23 @@ class _ForwardHook(_Hook):
         if _is_grad_enabled():
             self._on_forward(args, kwargs)
         else:
-            self._on_evaluation()
+            self._on_evaluation(is_training=module.training)
 
 
 class _ForwardEndHook(_Hook):
-    __slots__ = ("_on_forward_end",)
+    __slots__ = ("_on_evaluation_end", "_on_forward_end")
 
     def __init__(self, listener: ForwardListener) -> None:
         self._on_forward_end = listener.on_forward_end
+        self._on_evaluation_end = listener.on_evaluation_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if _graph_task() == -1 and _is_grad_enabled() and not _is_compiling():
+        if _graph_task() != -1 or _is_compiling():
+            return
+        if _is_grad_enabled():
             self._on_forward_end()
+        else:
+            self._on_evaluation_end()
 
 
 class _OptimizerHook(_Hook):
@@ -264,6 +269,27 @@ def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Cal
         return batch
 
     return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
+
+
+class _Feeds:
+    """Tells whether an iterator is one of a loader's.
+
+    It keeps the loader's own index sampler. Another loader over the same dataset has another one: an evaluation on the
+    training data. As long as none with the loader's sampler was seen, the dataset must do: what the loop iterates over
+    may be a copy that a framework has made for this rank.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._dataset = getattr(loader, "dataset", None)
+        sampler = getattr(loader, "batch_sampler", None)
+        self._sampler = sampler if sampler is not None else getattr(loader, "sampler", None)
+        self._was_seen = False
+
+    def __call__(self, iterator: Any) -> bool:
+        if iterator._index_sampler is self._sampler:
+            self._was_seen = True
+            return True
+        return not self._was_seen and iterator._dataset is self._dataset
 
 
 def _skip_in_compiler(code: CodeType, *, and_callees: bool) -> None:

@@ -19,7 +19,6 @@ from flopmeter.monitor.digest import NOTHING, StepRecord, copied_to_host
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
-from flopmeter.timing import FORWARD
 from flopmeter.timing.late import POLL_S, HostCopies, give_back
 
 PATIENCE_S = 1.0
@@ -54,6 +53,7 @@ class Steps:
         self.next_look = 0
         """Before so many steps have ended nothing but a record is due. Set to 0 when something else may be."""
         tracker.on_step = self.end
+        tracker.num_steps = lambda: self.num_steps
         self._tracker = tracker
         self._clock = tracker.clock
         self._effort = effort
@@ -151,7 +151,7 @@ class Steps:
         What was said during the other one, with no word of this one before, was of this one if a forward pass came
         after it: such a loop calls its model between a step and its log, as a GAN's does.
         """
-        if self._said_ns and self._clock.has_begun(FORWARD, self._said_ns):
+        if self._said_ns and self._tracker.forward_ns >= self._said_ns:
             record.values, self._values = self._values, NOTHING
         self._complete(record)
 

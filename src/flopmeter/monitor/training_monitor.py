@@ -83,8 +83,9 @@ class TrainingMonitor:
         model: The object that the loop calls; without it FLOPs stay unknown until `set_model_ref`.
         optimizer: Its steps are the steps.
         loader: A DataLoader whose waits are timed; any other iterable goes through `batches`.
-        finds_evaluation: Take forward passes without gradients for an evaluation, which is a pause. Not where `pause`
-            tells of every evaluation: there they are part of the step, as in preference tuning.
+        finds_evaluation: Take forward passes without gradients between two steps for an evaluation, which is a pause,
+            unless every step has them. Not where `pause` tells of every evaluation: there they are part of the step, as
+            in preference tuning.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TrainingMonitor:
         self._pid = os.getpid()
         self._failure: str | None = None
         self._last_summary: dict[str, float] = {}
-        self._has_optimizer = optimizer is not None
+        self._has_optimizer = self._tracker.has_optimizer = optimizer is not None
         self._model: nn.Module | None = None
         if model is not None:
             self.set_model_ref(model)
