@@ -467,7 +467,7 @@ def test_without_plotly_the_page_names_the_cure_and_the_end_of_a_run_is_silent(t
     assert answer.stdout == "None\n"
     assert answer.stderr.strip().splitlines()[-1] == (
         "flopmeter.errors.MissingLibraryError: the HTML report needs plotly, which is not installed: "
-        "run  pip install plotly"
+        "run pip install plotly"
     )
 
 
