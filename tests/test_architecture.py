@@ -189,7 +189,7 @@ def test_a_name_that_needs_torch_says_so_when_it_is_absent() -> None:
     code = "import sys; sys.modules['torch'] = None; import flopmeter; flopmeter.watch"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.stderr.strip().endswith(
-        "MissingLibraryError: flopmeter.watch needs torch, which is not installed: run  pip install 'flopmeter[torch]'"
+        "MissingLibraryError: flopmeter.watch needs torch, which is not installed: run pip install 'flopmeter[torch]'"
     )
 
 

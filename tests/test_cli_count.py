@@ -234,16 +234,39 @@ def test_wrong_use_is_one_line_and_exit_code_2() -> None:
     assert (exit_code, stderr.count("\n")) == (2, 1)
 
 
-def test_without_torch_the_error_names_the_cure(tmp_path: Path) -> None:
-    # In front of all other finders: torch is then as absent as on a machine without it.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\n"
-        "real = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, package=None: None if name == 'torch' else real(name, package)\n"
-    )
-    exit_code, stderr = complaint("llama-3-8b", PYTHONPATH=str(tmp_path))
+WITHOUT = {
+    ("torch",): "flopmeter count needs torch, which is not installed: run pip install 'flopmeter[torch]'",
+    ("transformers",): "flopmeter count llama-3-8b needs transformers, which is not installed: "
+    "run pip install 'flopmeter[transformers]'",
+    ("torch", "transformers"): "flopmeter count needs torch and transformers, which are not installed: "
+    "run pip install 'flopmeter[torch,transformers]'",
+}
 
-    assert exit_code == 1
-    assert stderr == (
-        "flopmeter: error: flopmeter count needs torch, which is not installed: run pip install 'flopmeter[torch]'\n"
+
+def without(libraries: tuple[str, ...], folder: Path) -> str:
+    """A search path on which these are as absent as on a machine without them, and importing torch is an error."""
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.util, sys\n"
+        "real = importlib.util.find_spec\n"
+        "def find_spec(name, package=None):\n"
+        f"    if name in {libraries}: return None\n"
+        "    return object() if name == 'torch' else real(name, package)\n"
+        "importlib.util.find_spec = find_spec\n"
+        "sys.modules['torch'] = None\n"
     )
+    return str(folder)
+
+
+@pytest.mark.parametrize("libraries", WITHOUT, ids="+".join)
+def test_all_that_is_absent_is_named_with_its_cure_before_torch_is_loaded(
+    libraries: tuple[str, ...], tmp_path: Path
+) -> None:
+    answer = complaint("llama-3-8b", PYTHONPATH=without(libraries, tmp_path))
+
+    assert answer == (1, f"flopmeter: error: {WITHOUT[libraries]}\n")
+
+
+def test_a_function_that_builds_the_model_needs_no_transformers(tmp_path: Path) -> None:
+    path = without(("torch", "transformers"), tmp_path)
+
+    assert complaint("package.module:build", PYTHONPATH=path) == (1, f"flopmeter: error: {WITHOUT[('torch',)]}\n")

@@ -275,4 +275,4 @@ def test_libraries_come_from_the_packages_own_extras(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(libraries.metadata, "requires", lambda name: requires)
     assert libraries.optional() == {"torch": "torch", "made-up-sink": "sinks"}
     result = libraries.check()
-    assert (result.standing, result.says) == ("missing", "made-up-sink: run  pip install 'flopmeter[sinks]'")
+    assert (result.standing, result.says) == ("missing", "made-up-sink: run pip install 'flopmeter[sinks]'")

@@ -483,7 +483,7 @@ def test_without_plotly_the_page_names_the_cure_and_the_end_of_a_run_is_silent(t
     assert answer.stdout == "None\n"
     assert answer.stderr.strip().splitlines()[-1] == (
         "flopmeter.errors.MissingLibraryError: the HTML report needs plotly, which is not installed: "
-        "run  pip install plotly"
+        "run pip install plotly"
     )
 
 
@@ -523,6 +523,19 @@ def test_a_terminal_shows_verdict_figures_bars_and_no_markup_of_the_run(hostile:
     show(facts, Console(file=stream, width=100, force_terminal=True, markup=False, highlight=False))
     assert "[bold red]name[/]" in stream.getvalue()
     assert "From 100 % of peak" in stream.getvalue()
+
+
+def test_that_no_cause_is_known_is_no_numbered_help(tmp_path: Path) -> None:
+    quick = {"perf/data_wait_share": 0.0, "perf/mfu": 0.1, "perf/hfu": 0.1}
+    facts = facts_of(run_of(tmp_path, runs.header(), *(runs.step(number, **quick) for number in range(1, 6))))
+    assert [(finding["rule"], finding["is_cause"]) for finding in facts["findings"]] == [("undetermined", False)]
+    text, markdown, html = (render_facts(facts, name) for name in ("txt", "md", "html"))
+    assert "\n  where the time went is undetermined: " in text
+    assert "\nWhere the time went is undetermined: " in markdown
+    assert "1. " not in text + markdown
+    assert '<ul class="findings">' in html
+    assert '<ol class="findings">' not in html
+    assert "Most useful first" not in html
 
 
 def flopmeter(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

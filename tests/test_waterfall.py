@@ -190,8 +190,17 @@ def test_what_measured_steps_took_longer_is_a_pause(tmp_path: Path) -> None:
 
 def test_a_window_of_marked_steps_only_is_split_and_says_so(tmp_path: Path) -> None:
     result = marked_run(tmp_path, [0.2, 0.4], {0: ["profiled"], 1: ["profiled"]}).waterfall()
-    assert seconds_of(result)["ideal"] == pytest.approx(0.2)
+    assert seconds_of(result)["data_wait"] == pytest.approx(0.02)
     assert "none is ordinary" in result.note
+
+
+@pytest.mark.parametrize("mark", ["warmup", "observed", "profiled"])
+def test_without_an_ordinary_step_mfu_is_unknown_as_it_is_among_the_steady_ones(tmp_path: Path, mark: str) -> None:
+    run = marked_run(tmp_path, [0.2, 0.4], {0: [mark], 1: [mark]})
+    result = run.waterfall()
+    assert run.steady() == []
+    assert (result.mfu, "ideal" in seconds_of(result)) == (None, False)
+    assert result.note.startswith("MFU is unknown: too few steps")
 
 
 def test_a_window_holds_its_own_steps_pauses_and_samples(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ class MissingLibraryError(FlopmeterError):
 
     def __init__(self, library: str, *, needed_for: str, extra: str | None = None) -> None:
         target = f"'flopmeter[{extra}]'" if extra else library
-        super().__init__(f"{needed_for} needs {library}, which is not installed: run  pip install {target}")
+        verb = "are" if " and " in library else "is"
+        super().__init__(f"{needed_for} needs {library}, which {verb} not installed: run pip install {target}")
         self.library = library
 
 

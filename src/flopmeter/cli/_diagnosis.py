@@ -28,6 +28,8 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Headline, waterfall, findings in the order of their gain, and what was not checked."""
     from rich.table import Table
 
+    from flopmeter.diagnosis import RULES
+
     console.print(clean(diagnosis.headline, console), style="bold")
     if not diagnosis.waterfall.parts:  # no step to judge: the headline has said why, and it is every rule's reason
         return
@@ -35,7 +37,7 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.waterfall.note:
         console.print(f"Note: {clean(diagnosis.waterfall.note, console)}.")
     for number, finding in enumerate(diagnosis.findings, start=1):
-        _show_finding(number, finding, console)
+        _show_finding("" if RULES[finding.rule].is_last_resort else f"{number}. ", finding, console)
     if diagnosis.not_checked:
         table = Table.grid(padding=(0, 2))
         for name, reason in diagnosis.not_checked.items():
@@ -76,10 +78,10 @@ def _bars(waterfall: Waterfall, ink: str) -> Table:
     return table
 
 
-def _show_finding(number: int, finding: Finding, console: Console) -> None:
+def _show_finding(number: str, finding: Finding, console: Console) -> None:
     from rich.table import Table
 
-    console.print(f"\n{number}. {finding.rule}: {clean(finding.title, console)}", style="bold")
+    console.print(f"\n{number}{finding.rule}: {clean(finding.title, console)}", style="bold")
     table = Table.grid(padding=(0, 2))
     gain = finding.gain
     if gain is not None:

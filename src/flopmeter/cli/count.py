@@ -67,8 +67,7 @@ def command(
     axis: Axis = choose("--by", by, get_args(Axis))
     kind: ConventionName = choose("--convention", convention, get_args(ConventionName))
     _refuse_missing_file(model)
-    if find_spec("torch") is None:
-        raise MissingLibraryError("torch", needed_for="flopmeter count", extra="torch")
+    _refuse_missing_libraries(model)
     weights = dtype if dtype is None else choose("--dtype", dtype, _DTYPES)
     answer = _count(_Question(model, batch, seq, train, kind, weights, checkpointing, symbolic))
     if as_json:
@@ -85,6 +84,16 @@ def _refuse_missing_file(model: str) -> None:
         raise ConfigError(
             f"there is no file {path!r}: name a config.json or its folder, or a model by its name or type"
         )
+
+
+def _refuse_missing_libraries(model: str) -> None:
+    """All that this model needs and is absent, in one message; told before torch is loaded."""
+    _, colon, tail = model.partition(":")
+    is_function = bool(colon) and "=" not in tail and not Path(model).exists()
+    missing = [name for name in ("torch", *(() if is_function else ("transformers",))) if find_spec(name) is None]
+    if missing:
+        needed_for = "flopmeter count" if "torch" in missing else f"flopmeter count {model}"
+        raise MissingLibraryError(" and ".join(missing), needed_for=needed_for, extra=",".join(missing))
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,11 +155,12 @@ def _headline(mfu: float | None, findings: tuple[Finding, ...], evidence: Eviden
     if not findings:
         return f"{where}; nothing could be judged: {evidence.waterfall.note or 'no rule could be checked'}."
     first = findings[0]
-    cause = f"{where}{';' if mfu is None else ':'} {first.title}"
-    if RULES[first.rule].is_last_resort and num_blind:
-        cause += f", though {num_blind} of {len(RULES) - 1} rules could not look"
-    elif first.gain is not None:
+    cause = f"{where}{';' if mfu is None or ':' in first.title else ':'} {first.title}"
+    if first.gain is not None:
         cause += f"; without that it would run about {_faster(first.gain.expected)}"
+    elif RULES[first.rule].is_last_resort and num_blind and not evidence.is_untold:
+        num_rules = sum(not rule.is_last_resort for rule in RULES.values())
+        cause += f", though {num_blind} of {num_rules} rules could not look"
     return f"{cause}{_reserve(evidence.window.num_ordinary)}."
 
 

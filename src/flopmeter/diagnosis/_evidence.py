@@ -38,6 +38,10 @@ LAUNCH_S = 1e-5
 """What the host takes for one launch in eager mode; longer gaps behind a synchronisation have other causes."""
 
 
+MOST = 0.5
+"""With more of the wall time unexplained than this, nothing is known of the run but its length."""
+
+
 class Evidence:
     """The facts of one window of a run."""
 
@@ -61,6 +65,11 @@ class Evidence:
     def sampled(self) -> Sampled | None:
         """The sampled steps, if there are any."""
         return self._split.sampled if self.window.timed else None
+
+    @cached_property
+    def is_untold(self) -> bool:
+        """Whether the record does not tell where most of the time went."""
+        return (self.waterfall.share("unexplained") or 0.0) > MOST
 
     @cached_property
     def is_gpu(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flopmeter import __version__
 from flopmeter.columns import at
-from flopmeter.diagnosis import Diagnosis, diagnose
+from flopmeter.diagnosis import RULES, Diagnosis, diagnose
 from flopmeter.goodput import Goodput, goodput
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
@@ -117,6 +117,7 @@ def _finding(finding: Any) -> dict[str, Any]:
     gain = finding.gain
     return {
         "rule": clean(finding.rule, 60),
+        "is_cause": not RULES[finding.rule].is_last_resort,
         "title": clean(finding.title, MAX_SENTENCE),
         "lost": number(finding.lost),
         "evidence": [clean(text, MAX_SENTENCE) for text in finding.evidence[:MAX_SENTENCES]],

@@ -107,8 +107,9 @@ def _show_findings(findings: list[dict[str, Any]], console: Console) -> None:
     _say(console, Text("What would help", style="bold"))
     for place, finding in enumerate(findings[:MAX_FINDINGS], start=1):
         gain = f" ({signed(finding['gain']['expected'])} steps per second expected)" if finding["gain"] else ""
-        _say(console, Text.assemble((f"  {place}. {finding['title']}", ""), (gain, "green")))
+        place_text = f"{place}. " if finding["is_cause"] else ""
+        _say(console, Text.assemble((f"  {place_text}{finding['title']}", ""), (gain, "green")))
         for advice in finding["advice"][:1]:
-            _say(console, Text(f"     {advice}", style="dim"))
+            _say(console, Text(f"  {' ' * len(place_text)}{advice}", style="dim"))
     if len(findings) > MAX_FINDINGS:
         _say(console, Text(f"  and {len(findings) - MAX_FINDINGS} more, in the report", style="dim"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from flopmeter.report._sentences import method_rows, remarks_of, run_line
 from flopmeter.report._tables import Table, tables_of
-from flopmeter.report._text import percent, plain, seconds, signed
+from flopmeter.report._text import percent, plain, seconds, sentence, signed
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|<>~&#])")
 
@@ -65,11 +65,17 @@ def _rows(rows: Iterable[Sequence[str]]) -> str:
 def _findings(findings: list[dict[str, Any]]) -> list[str]:
     blocks = ["## What would help"] if findings else []
     for place, finding in enumerate(findings, start=1):
+        if not finding["is_cause"]:
+            blocks += [f"{escaped(sentence(finding['title']))}", "\n".join(_bullets(finding))]
+            continue
         gain = f" ({signed(finding['gain']['expected'])} steps per second expected)" if finding["gain"] else ""
         lines = [f"{place}. **{escaped(finding['title'])}**{gain}"]
-        lines += [f"   - {escaped(text)}" for text in (*finding["evidence"], *finding["advice"])]
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join(lines + [f"   {line}" for line in _bullets(finding)]))
     return blocks
+
+
+def _bullets(finding: dict[str, Any]) -> list[str]:
+    return [f"- {escaped(text)}" for text in (*finding["evidence"], *finding["advice"])]
 
 
 def _method(facts: dict[str, Any]) -> list[str]:

@@ -97,6 +97,8 @@ class Split:
         return Slice(num_steps * amount.mean_s, amount.deviation_s * math.sqrt(num_unknown), how)
 
     def _ideal(self) -> Slice | None:
+        if not self.window.has_ordinary:
+            return None
         amount = self.window.amount("perf/mfu")
         return amount and self._total(amount, "model FLOPs of every step over the peak of their dtype")
 
@@ -203,15 +205,15 @@ class Split:
             notes.append("no step was sampled, so forward and backward are not split")
         if self.window.num_untimed:
             notes.append(f"{self.window.num_untimed} steps have no duration and are left out")
-        if self.window.ordinary is self.window.timed and self.window.timed[0][0] in self.window.run.marks:
-            notes.append("every step of the window is marked as warm-up or measured, so none is ordinary")
-        elif self.window.num_ordinary < FEW_STEPS:
+        if self.window.has_ordinary and self.window.num_ordinary < FEW_STEPS:
             num = self.window.num_ordinary
             notes.append(f"only {num} ordinary step{'s' * (num != 1)}, which is too few to rely on")
         return "; ".join(notes)
 
 
 def _why_no_mfu(window: Window) -> str:
+    if not window.has_ordinary:
+        return "MFU is unknown: too few steps, every one of them is warm-up or measured and none is ordinary"
     if window.amount("perf/model_flop") is None:
         return "MFU is unknown: the FLOPs of a step are not in the record"
     return "MFU is unknown: the device's peak is (set monitoring.peak_flop_per_s, or see `flopmeter peak`)"

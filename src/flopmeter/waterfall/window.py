@@ -60,7 +60,10 @@ class Window:
         self._num_timed = len(places) - len(untimed)
         self.timed = stretches(places, untimed)
         """Positions of the steps whose duration is known, as unbroken stretches."""
-        self.ordinary = stretches(places, [*untimed, *run.marks]) or self.timed
+        unmarked = stretches(places, [*untimed, *run.marks])
+        self.has_ordinary = bool(unmarked)
+        """Whether there is a step that is neither warm-up nor measured: without one the run has no speed to tell."""
+        self.ordinary = unmarked or self.timed
         """Positions of those that represent the run; all of them where none is without a mark."""
         self.num_ordinary = sum(map(len, self.ordinary))
         self.steps_s = math.fsum(at(step_s, self.timed))
