@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flopmeter import load_run, watch
+from flopmeter.flops.frames import Batch
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.timing.events import DeviceStep, PhaseTime
 from simulated_device import MS, US, SimulatedDevice, timeline_on
@@ -116,15 +117,80 @@ def test_a_watched_run_leaves_its_marked_steps_out_of_the_device_times(
     assert event["num_steps"] == 19 - len(marked)
 
 
-def test_no_call_is_made_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Text(nn.Module):
+    """A model whose padding is on the device: to read its lengths is to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return (self.layer(self.embedding(input_ids)).mean(-1) * attention_mask).sum()
+
+
+@pytest.mark.parametrize("num_before", [0, 3, 12])
+def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    simulated = SimulatedDevice()  # while it captures, every record or query raises RuleBroken
+    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated))
+
+    def lengths(batch: Batch) -> list[int]:
+        assert not simulated.is_capturing, "a wait for the device, which spoils the graph"
+        assert batch.token_is_real is not None
+        return batch.token_is_real.sum(1).tolist()
+
+    monkeypatch.setattr(Batch, "lengths", lengths)
+    model = Text()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+
+    def step() -> None:
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids)).backward()
+        optimizer.step()
+
+    for _ in range(num_before):
+        step()
+    assert monitor._effort.is_measuring == (num_before == 3)  # torch's recipe warms up for as many steps as we do
+    simulated.is_capturing = True
+    step()
+    assert not monitor._effort.is_measuring
+    assert torch._C._len_torch_dispatch_stack() == 0
+    simulated.is_capturing = False
+    for _ in range(6):
+        step()
+    monitor.finish_training()
+    assert monitor._num_failures == 0
+    run = load_run(tmp_path)
+    assert len(run) == num_before + 6
+    assert [event["name"] for event in run.events if event["event"] == "pause" and event["name"] != "flopmeter"] == [
+        "graph capture"
+    ]
+    assert [event["event"] for event in run.events].count("count") == 1
+    assert not [event for event in run.events if event["event"] == "warning"]
+
+
+def test_a_sample_that_meets_a_capture_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedDevice()
-    simulated.is_capturing = True  # from here on every record or query raises RuleBroken
     monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
-    for _ in range(5):
+    sampling = monitor._effort.sampling
+    for number in range(100):
+        if sampling.running is not None:
+            simulated.is_capturing = True
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        assert monitor._worker is not None
+        monitor._worker.drain(10.0)
+        if simulated.is_capturing:
+            break
+    assert simulated.is_capturing
+    assert sampling.running is None
+    assert not torch._C._autograd._profiler_enabled()
+    assert sampling.plan.next_step == number + 20
+    simulated.is_capturing = False
     monitor.finish_training()
-    assert len(load_run(tmp_path)) == 5
+    assert "profile" not in [event["event"] for event in load_run(tmp_path).events]

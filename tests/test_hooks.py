@@ -67,6 +67,25 @@ def test_a_watched_model_can_be_made_into_a_cuda_graph(tmp_path: Path) -> None:
     assert torch.cuda.make_graphed_callables is original
 
 
+@pytest.mark.parametrize("home", [torch.cuda, torch.cuda.graphs])
+def test_a_graph_can_be_made_of_a_model_whose_next_step_is_measured(tmp_path: Path, home: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA: tests/gpu makes the graph")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refusals = []
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG) as monitor:
+        for _ in range(6):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            with pytest.raises((RuntimeError, AssertionError)) as refusal:
+                home.make_graphed_callables(model, (torch.ones(2, 4),))
+            refusals.append(str(refusal.value))
+        assert monitor._effort.is_measuring is False
+    assert not [text for text in refusals if "hooks" in text]
+    assert num_hooks(model) == num_hooks(model[0]) == 0
+
+
 class NoQuery:
     """An event of a stream that is being captured: asking it spoils the capture."""
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -607,3 +608,38 @@ def test_a_mask_that_numpy_writes_over_later_is_read_before(is_made_by_numpy: bo
     buffer[:] = 0
     found = [resolve([seen]) for seen in reader.take()]
     assert [workload and workload.tokens for workload in found] == [2 * 8, 2 * 3]
+
+
+@pytest.mark.parametrize("how", ["found", "said"])
+def test_an_evaluation_that_begins_with_a_measured_step_is_not_measured(tmp_path: Path, how: str) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    was_measuring = []
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG) as monitor:
+        for number in range(1, 8):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            if number == 3:  # the next one is to be observed
+                assert monitor._effort.is_measuring
+                with monitor.pause("eval") if how == "said" else nullcontext(), torch.no_grad():
+                    for _ in range(2):
+                        model(torch.ones(2, 8))
+                        was_measuring.append(torch._C._len_torch_dispatch_stack() > 0)
+    assert was_measuring == [False, False]
+    run = load_run(tmp_path)
+    assert [index for index, marks in run.marks.items() if "observed" in marks] == [4]  # the one after it instead
+    assert [event["event"] for event in run.events].count("count") == 1
+
+
+def test_a_loop_that_calls_its_model_without_gradients_in_every_step_is_measured_all_the_same(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG):
+        for _ in range(10):
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    run = load_run(tmp_path)
+    assert [event["event"] for event in run.events].count("count") == 1
+    assert run.column("perf/model_flop")[-1] == 2 * 2 * (2 * 8 * 8)  # forward, and the gradient of the weights

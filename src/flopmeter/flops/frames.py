@@ -45,6 +45,8 @@ class Batch:
     """The root was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
     """The call's arguments, kept only where an uncompiled twin may have to be counted with them."""
+    autocast: tuple[str, torch.dtype] | None = None
+    """The autocast around the call, kept with its arguments: the loop has left it when the twin is counted."""
 
     def lengths(self) -> list[int]:
         """Tokens of each sample that are not padding. Reads from the device."""
@@ -122,7 +124,7 @@ class FrameTracker:
         batch = read_batch(args, kwargs)
         batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if keeps_arguments:
-            batch.arguments = (args, kwargs)
+            batch.arguments, batch.autocast = (args, kwargs), active_autocast()
         self.batches.append(batch)
         return batch
 
@@ -219,6 +221,14 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
     if isinstance(mask, torch.Tensor) and is_mask and not mask.is_floating_point():
         batch.token_is_real = mask.bool()
     return batch
+
+
+def active_autocast() -> tuple[str, torch.dtype] | None:
+    """The kind of device whose products are cast now, and what to."""
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return kind, torch.get_autocast_dtype(kind)
+    return None
 
 
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Call, Observation
 from flopmeter.flops.shadow import shadow
@@ -211,10 +212,8 @@ def _observed(
 
 def _autocast_dtype() -> str | None:
     """What autocast would turn matrix products into: it does not know of tensors without values."""
-    for kind in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(kind):
-            return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-    return None
+    autocast = active_autocast()
+    return str(autocast[1]).removeprefix("torch.") if autocast is not None else None
 
 
 def _cast(call: Call, dtype: str) -> Call:

@@ -20,6 +20,8 @@ logger = logging.getLogger("flopmeter")
 COPIES_S = 0.1
 """How long a measured step waits for the lengths of its sequences: they were copied before its forward pass, so that
 the device still has all of the step to do."""
+MAX_IN_VAIN = 3
+"""Measurements in a row that give way to a pause: a loop that has one in every step is measured with it."""
 
 
 class Effort:
@@ -51,6 +53,7 @@ class Effort:
         self._event = event
         self._threads_s = threads_s
         self._started_s = 0.0
+        self._num_in_vain = 0
         self._phase: str | None = None
         self.schedule = self._make_schedule(phase=None)
         self.sampling = Sampling(config, self.schedule.interval_steps, event)
@@ -98,7 +101,33 @@ class Effort:
         if is_counted:
             self.schedule.note_measured(num_steps, step_s, lasted_s())
         self.own_ns -= round(lasted_s() * 1e9)  # counted with the measurement
+        self._num_in_vain = 0
         self._event("pause", name="flopmeter", duration_s=lasted_s())
+
+    def discard(self, source: FlopSource | None, num_steps: int) -> None:
+        """Stop what runs through this step and throw it away: a later one is measured instead. Never raises."""
+        if not self.is_measuring:
+            return
+        start_ns = time.perf_counter_ns()
+        self.is_measuring = False
+        if source is not None:
+            try:
+                source.stop()
+            except Exception as error:  # noqa: BLE001 - as above
+                source.give_up(error)
+        self.sampling.discard(num_steps)
+        self.own_ns += time.perf_counter_ns() - start_ns
+
+    def give_way(self, source: FlopSource | None, num_steps: int) -> None:
+        """A pause begins within the measured step: all of an evaluation would be recorded with it."""
+        if self.is_measuring and self._num_in_vain < MAX_IN_VAIN:
+            self._num_in_vain += 1
+            self.discard(source, num_steps)
+
+    def end_capture(self, source: FlopSource | None, num_steps: int, duration_s: float) -> None:
+        """A step was captured into a graph and not run: its time is lost, and nothing was measured in it."""
+        self.discard(source, num_steps)
+        self._event("pause", name="graph capture", duration_s=duration_s)
 
     def begin_step(self, source: FlopSource | None, model: nn.Module | None, num_steps: int) -> None:
         """Measure the step that begins now, if it is time and the budget allows it."""

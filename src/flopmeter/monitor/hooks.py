@@ -71,6 +71,8 @@ class Hooks:
         self._undo: list[Callable[[], None]] = []
         self._models: tuple[nn.Module, ...] = ()
         self._detach_models: list[Callable[[], None]] = []
+        self.on_graphing: Callable[[], None] = lambda: None
+        """Called before a graph is made of a model, which must have no hooks: a measurement has some of its own."""
 
     def attach_models(self, *models: nn.Module) -> None:
         """Mark the forward passes of the modules that the loop calls, and the backward passes that follow.
@@ -78,7 +80,7 @@ class Hooks:
         A second call moves the marks from the first modules to these.
         """
         if not self._models:
-            self._undo += [_patch_backward(self._listener), _patch_graphing(self)]
+            self._undo += [_patch_backward(self._listener), *_patch_graphing(self)]
         self._detach()
         self._models = models
         self._attach()
@@ -86,6 +88,7 @@ class Hooks:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the marks off the models for a moment: `make_graphed_callables` refuses a model that has hooks."""
+        self.on_graphing()
         self._detach()
         try:
             yield
@@ -238,7 +241,7 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
     return replace_attribute(torch.autograd, "backward", backward)
 
 
-def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
+def _patch_graphing(hooks: Hooks) -> list[Callable[[], None]]:
     """Torch makes no CUDA graph of a model that has hooks; ours are put back when it is made."""
     original = torch.cuda.make_graphed_callables
 
@@ -246,7 +249,8 @@ def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
         with hooks.lifted():
             return original(*args, **kwargs)
 
-    return replace_attribute(torch.cuda, "make_graphed_callables", make_graphed_callables)
+    homes = (torch.cuda, torch.cuda.graphs)  # one function under two names
+    return [replace_attribute(home, "make_graphed_callables", make_graphed_callables) for home in homes]
 
 
 def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:

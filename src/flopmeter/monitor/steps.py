@@ -54,6 +54,7 @@ class Steps:
         """Before so many steps have ended nothing but a record is due. Set to 0 when something else may be."""
         tracker.on_step = self.end
         tracker.num_steps = lambda: self.num_steps
+        tracker.on_pause, tracker.on_capture = self.give_way, self.discard_measurement
         self._tracker = tracker
         self._clock = tracker.clock
         self._effort = effort
@@ -73,6 +74,9 @@ class Steps:
         """The running step is over. Never raises."""
         try:
             tracker, index = self._tracker, self.num_steps
+            if tracker.device_time is not None and tracker.device_time.is_capturing():
+                self._end_capture(now_ns)
+                return
             if tracker.is_evaluating:
                 tracker.end_evaluation()
             tracker.has_forward = False  # the next one belongs to another step
@@ -92,6 +96,14 @@ class Steps:
         except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
             self._on_failure("the end of a step", error)
         self._effort.own_ns += perf_counter_ns() - now_ns
+
+    def discard_measurement(self) -> None:
+        """What runs through this step would spoil the graph that is made now. Never raises."""
+        self._effort.discard(self._tracker.source, self.num_steps)
+
+    def give_way(self) -> None:
+        """A pause begins. Never raises."""
+        self._effort.give_way(self._tracker.source, self.num_steps)
 
     def tell(self, values: Mapping[str, Any]) -> None:
         """What the loop says of the step that has ended, or of the one that is running once it has a forward pass.
@@ -144,6 +156,12 @@ class Steps:
             if not is_ready:
                 record.forget_late()
             self.put(record)
+
+    def _end_capture(self, now_ns: int) -> None:
+        """The loop went through a step that did not run: it was captured into a graph."""
+        self._tracker.has_forward = False
+        marks = self._clock.take(now_ns)
+        self._effort.end_capture(self._tracker.source, self.num_steps, (marks[-1] - marks[0]) / 1e9)
 
     def _settle(self, record: StepRecord) -> None:
         """Another step has ended: nothing more will be said of this one.

@@ -59,6 +59,10 @@ class StepTracker:
         """Called with the clock when a step has ended: the optimizer stepped after a forward pass. Must not raise."""
         self.num_steps: Callable[[], int] = lambda: 0
         """Gives the steps that have ended."""
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called when an evaluation or another pause begins. Must not raise."""
+        self.on_capture: Callable[[], None] = lambda: None
+        """Called when a forward pass is captured into a graph. Must not raise."""
         self._on_start = on_start
         self._on_failure = on_failure
         self._event = event
@@ -129,6 +133,7 @@ class StepTracker:
         if self.device_time is not None:
             self.device_time.mark("forward")
             if self.device_time.is_capturing():
+                self.on_capture()
                 return  # to look into the batch would spoil the user's graph
         if self.workloads is not None:
             try:
@@ -170,6 +175,7 @@ class StepTracker:
             self.is_evaluating = True
             self._evaluating_since_ns = perf_counter_ns()
             self._note((self._evaluating_since_ns, PAUSE))
+            self.on_pause()
             if self.device_time is not None:
                 self.device_time.mark("pause")
 

@@ -122,6 +122,7 @@ class TrainingMonitor:
         self._steps = Steps(
             self._tracker, self._effort, self._datasets, self.config.details_every, self._put, self._note_failure
         )
+        self._hooks.on_graphing = self._steps.discard_measurement
         self._num_failures = 0
         self._state = "new"
         self._early: list[Log] = []
@@ -265,6 +266,7 @@ class TrainingMonitor:
         self._tracker.num_pauses += 1
         try:
             with self._clock.pause() as lasted_s:
+                self._tracker.on_pause()
                 yield
         finally:
             self._tracker.num_pauses -= 1
