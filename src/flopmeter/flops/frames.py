@@ -18,6 +18,8 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.utils.hooks import RemovableHandle
 
+from flopmeter.flops.arguments import CallNames, flatten
+
 logger = logging.getLogger("flopmeter")
 
 Driver = Literal["token", "causal_pair", "full_pair", "other_pair", "patch", "patch_pair", "sample"]
@@ -76,6 +78,7 @@ class FrameTracker:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = roots
+        self._names = CallNames(roots)
         self._stack: list[Frame] = []
         self._handles: list[RemovableHandle] = []
         self._sequence: list[int] = []
@@ -121,7 +124,8 @@ class FrameTracker:
 
     def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
         """A root is called from outside: what with?"""
-        batch = read_batch(args, kwargs)
+        named = flatten(self._names.bind(args, kwargs))
+        batch = read_batch(args, {name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
         batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if keeps_arguments:
             batch.arguments, batch.autocast = (args, kwargs), active_autocast()

@@ -221,6 +221,8 @@ class Digest:
     def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
         predicted = self.source.predict(workload) if self.source is not None and workload else None
+        if workload == Workload() and not (self.source is not None and self.source.has_count):
+            predicted = None  # the model was given nothing: only a count can tell what it does with that
         return Step(
             step_s=time_.step_ns / 1e9,
             phase_s={name: ns / 1e9 for name, ns in zip(PHASES, time_.phase_ns, strict=True)},

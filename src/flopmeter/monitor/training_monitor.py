@@ -153,7 +153,7 @@ class TrainingMonitor:
         self._steps.next_look = 0
         source = FlopSource([model, *others], self.config, self._event)
         self._tracker.source = self._digest.source = source
-        self._tracker.workloads = WorkloadReader(source.needs, self._steps.copies)
+        self._tracker.workloads = WorkloadReader(source.needs, self._steps.copies, [model, *others])
         self._hooks.attach_models(model, *others)
         self._join_job()
 
