@@ -43,6 +43,12 @@ class Batch:
     """Shape of the images, beside text."""
     token_is_real: torch.Tensor | None = None
     """Boolean (samples, length), False on padding; None when nothing is padded or nothing tells."""
+    decoder_token_is_real: torch.Tensor | None = None
+    """The same of the text that an encoder-decoder's decoder is given beside."""
+    memory: Batch | None = None
+    """What an encoder made, where this is the text of a decoder that attends to it."""
+    storage: int = 0
+    """Names the tensor that `memory` was read from: encoder and decoder may be equally long."""
     is_evaluation: bool = False
     """The root was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
@@ -68,6 +74,8 @@ class Frame:
     """What its products grow with, attention apart."""
     needed_flop: int = 0
     """Forward FLOPs that its own weight matrix needs for the input it got: what a blind counter would miss."""
+    decoder: Batch | None = None
+    """The text of a decoder that has started inside: what comes after it works on its rows."""
 
 
 NO_FRAME = Frame("", Batch(), "sample")
@@ -101,6 +109,12 @@ class FrameTracker:
     def current(self) -> Frame:
         """The innermost running module."""
         return self._stack[-1] if self._stack else NO_FRAME
+
+    def around(self) -> Frame:
+        """The module around one that starts now: the one that checkpointing runs a part of again, in backward."""
+        is_again = not self._stack and torch._C._current_graph_task_id() != -1
+        node = torch._C._current_autograd_node() if is_again else None
+        return self.of_node(node._sequence_nr()) if node is not None else self.current()
 
     def of_node(self, sequence_nr: int) -> Frame:
         """The module that ran when the autograd node with this sequence number was made."""
@@ -139,6 +153,11 @@ class FrameTracker:
         if frame.needed_flop and torch._C._current_graph_task_id() == -1:
             self.needed.append(frame)
 
+    def start_decoder(self, text: Batch) -> None:
+        """The modules that run now go on with this text, once its decoder is done."""
+        for frame in self._stack:
+            frame.decoder = text
+
     def pop(self) -> None:
         """The innermost module is done, or was left by an exception."""
         if self._stack:
@@ -168,7 +187,7 @@ class _EnterHook:
         if torch.compiler.is_compiling():
             return
         tracker = self.tracker
-        outer = tracker.current()
+        outer = tracker.around()
         try:
             frame = self._frame(module, args, kwargs, outer)
         except Exception as error:  # noqa: BLE001 - an input of an unusual kind must not stop the forward pass
@@ -180,10 +199,24 @@ class _EnterHook:
 
     def _frame(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Frame:
         starts = self.is_root and outer is NO_FRAME
-        batch = self.tracker.start_batch(args, kwargs, self.keeps_arguments) if starts else outer.batch
         tensor = _first_tensor(args, kwargs)
-        driver = _driver(tensor, batch, outer.driver if not starts else ("token" if batch.length else "sample"))
-        return Frame(self.path, batch, driver, _needed_flop(module, tensor))
+        if starts:
+            batch = self.tracker.start_batch(args, kwargs, self.keeps_arguments)
+            driver = _driver(tensor, batch, "token" if batch.length else "sample")
+        else:
+            batch = self._text(tensor, args, kwargs, outer)
+            driver = _driver(tensor, batch, outer.driver if batch is outer.batch else "token")
+        return Frame(self.path, batch, driver, _needed_flop(module, tensor), outer.decoder)
+
+    def _text(self, tensor: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Batch:
+        """Which text's rows the module works on: those around it, a decoder's own, or what the decoder attends to."""
+        name = self.path.rpartition(".")[2]
+        decoder = _decoder_text(name, args, kwargs, outer.batch)
+        if decoder is None:
+            return outer.batch if tensor is None or tensor.dim() < 2 else _text_of(tensor, outer)
+        if "decoder" in name:
+            self.tracker.start_decoder(decoder)
+        return decoder
 
 
 @dataclass(eq=False, slots=True)
@@ -220,10 +253,10 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         batch.patches, batch.pixels = pixels.shape[0], pixels.shape
     elif isinstance(grid, torch.Tensor):
         batch.patches = grid.shape[0]
-    mask = kwargs.get("attention_mask")
-    is_mask = isinstance(mask, torch.Tensor) and tuple(mask.shape) == (batch.samples, batch.length)
-    if isinstance(mask, torch.Tensor) and is_mask and not mask.is_floating_point():
-        batch.token_is_real = mask.bool()
+    if batch.length is not None:
+        batch.token_is_real = _real_tokens(kwargs.get("attention_mask"), batch)
+        batch.decoder_token_is_real = _real_tokens(kwargs.get("decoder_attention_mask"))
+        batch.memory = _memory(kwargs.get("encoder_hidden_states"), kwargs)
     return batch
 
 
@@ -233,6 +266,65 @@ def active_autocast() -> tuple[str, torch.dtype] | None:
         if torch.is_autocast_enabled(kind):
             return kind, torch.get_autocast_dtype(kind)
     return None
+
+
+def _real_tokens(mask: Any, batch: Batch | None = None) -> torch.Tensor | None:
+    """Where a mask of (samples, length) is not 0, which may also number packed sequences; it may hold any dtype.
+
+    One without a positive number is to be added to scores: there 0 stands for a real token. No value is read here.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_meta:
+        return None
+    if batch is not None and tuple(mask.shape) != (batch.samples, batch.length):
+        return None
+    if not mask.is_floating_point():
+        return mask.bool()
+    return torch.where((mask > 0).any(), mask != 0, mask == 0)
+
+
+def _memory(states: Any, kwargs: Mapping[str, Any]) -> Batch | None:
+    """What an encoder made, as a decoder is given it."""
+    if not _has_sizes(states) or states.dim() != 3:
+        return None
+    memory = Batch(samples=states.shape[0], length=states.shape[1], storage=_storage(states))
+    memory.token_is_real = _real_tokens(kwargs.get("encoder_attention_mask"), memory)
+    return memory
+
+
+def _decoder_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], around: Batch) -> Batch | None:
+    """The text of a decoder, which is told by being given what an encoder made; None for any other module."""
+    if around.memory is not None:
+        return None  # a layer of the decoder
+    text = read_batch(args, kwargs)
+    if text.length is not None and "decoder" in name and len(args) > 1:
+        text.memory = text.memory or _memory(args[1], kwargs)
+    is_text = around.length is not None or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)
+    if text.memory is None or not is_text:
+        return None
+    if text.token_is_real is None and around.decoder_token_is_real is not None:
+        text.token_is_real = _real_tokens(around.decoder_token_is_real, text)
+    if text.memory.token_is_real is None and (around.samples, around.length) == _sizes(text.memory):
+        text.memory.token_is_real = around.token_is_real
+    text.is_evaluation = text.memory.is_evaluation = around.is_evaluation
+    return text
+
+
+def _text_of(tensor: torch.Tensor, outer: Frame) -> Batch:
+    """Whose rows a tensor holds, inside a decoder and after it."""
+    batch, memory = outer.batch, outer.batch.memory
+    if memory is not None:
+        is_memory = _is_text(tensor, memory) and (_storage(tensor) == memory.storage or not _is_text(tensor, batch))
+        return memory if is_memory else batch
+    return outer.decoder if outer.decoder is not None and _is_text(tensor, outer.decoder) else batch
+
+
+def _sizes(batch: Batch) -> tuple[int, int | None]:
+    return batch.samples, batch.length
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Names a tensor's memory, which a checkpointed part gets in a tensor of its own."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -265,16 +357,23 @@ def _fitting_drivers(tensor: torch.Tensor, batch: Batch) -> list[Driver]:
     """What the rows may be; none of it for an expert, which gets as many tokens as were sent to it."""
     rows, samples, length, patches = tensor.shape[0], batch.samples, batch.length, batch.patches
     fitting: list[Driver] = []
-    if length is not None:
-        is_grid = tensor.dim() > 2 or not tensor.is_floating_point()
-        is_flat = rows == samples * length or (rows == 1 and tensor.shape[1] == samples * length)
-        if is_flat or (is_grid and tuple(tensor.shape[:2]) == (samples, length)):
-            fitting.append("token")
+    if _is_text(tensor, batch):
+        fitting.append("token")
     if patches and (rows == patches or (patches % rows == 0 and patches // rows in (4, 9, 16))):
         fitting.append("patch")
     if rows == samples and (length is None or tensor.dim() == 2):
         fitting.append("sample")
     return fitting
+
+
+def _is_text(tensor: torch.Tensor, batch: Batch) -> bool:
+    """Whether a tensor may hold all tokens of this text, sample by sample or in one long row."""
+    rows, samples, length = tensor.shape[0], batch.samples, batch.length
+    if length is None:
+        return False
+    is_grid = tensor.dim() > 2 or not tensor.is_floating_point()
+    is_flat = rows == samples * length or (rows == 1 and tensor.shape[1] == samples * length)
+    return is_flat or (is_grid and tuple(tensor.shape[:2]) == (samples, length))
 
 
 def _needed_flop(module: nn.Module, tensor: torch.Tensor | None) -> int:

@@ -20,7 +20,7 @@ from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
-from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask
+from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, unmasked_share
 from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.repeats import Repeats
 
@@ -40,6 +40,8 @@ BAND_PAIRS = 1 << 22
 """Of them at once: more would take the device's memory."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
+_BY_HEADS = "aten::_scaled_dot_product"
+"""Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
 _ATTENTION_FAMILIES = frozenset({"attention", "packed_attention", "flash_attn", "flex_attention"})
 
 
@@ -204,7 +206,7 @@ class Observation:
         if formula.family == "flex_attention":
             return _flex_pairs(bound)
         if formula.family in _ATTENTION_FAMILIES:
-            return self._fused_pairs(bound, frame, node)
+            return self._fused_pairs(op, bound, frame, node)
         if op not in SCORE_PRODUCTS:
             return None
         known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
@@ -215,15 +217,16 @@ class Observation:
             self._pairs.by_sequence[_get_sequence_nr() - 1] = pairs
         return pairs
 
-    def _fused_pairs(self, bound: Mapping[str, Any], frame: Frame, node: Any) -> Pairs | None:
+    def _fused_pairs(self, op: str, bound: Mapping[str, Any], frame: Frame, node: Any) -> Pairs | None:
         query, key, value = (bound.get(name) for name in ("query", "key", "value"))
         if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
             return None
         pairs = Pairs(is_attention=True, needed=_needed_gradients(node, query.shape[-1], value.shape[-1]))
-        mask = explicit_mask(bound)
+        mask, is_real, shape = explicit_mask(bound), frame.batch.token_is_real, (query.shape[-2], key.shape[-2])
         if mask is not None:
-            shape = torch.Size((query.shape[-2], key.shape[-2]))
-            pairs.share = self._pairs.share([mask], shape, frame.batch.token_is_real)
+            pairs.share = self._pairs.share([mask], torch.Size(shape), is_real)
+        elif is_real is not None and is_real.shape[1] == shape[0] and op.startswith(_BY_HEADS):
+            pairs.share = unmasked_share(is_real, *shape, is_causal=bool(bound.get("is_causal")))
         elif pairs.needed == 1:
             return None
         else:

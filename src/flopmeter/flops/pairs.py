@@ -90,13 +90,25 @@ class PairTracker:
     ) -> torch.Tensor | float | None:
         """Share of the pairs that all masks let through and whose query is no padding, as a device scalar."""
         if not allowed:
-            return 1.0
+            return unmasked_share(query_is_real, *scores_shape[-2:])
         if any(mask.is_meta for mask in allowed):
             return None
         key = (*map(_identity, allowed), id(query_is_real), *scores_shape[-2:])
         if key not in self._shares:  # the masks are kept, so that no other tensor can take their place in memory
             self._shares[key] = (allowed, _share(allowed, scores_shape, query_is_real))
         return self._shares[key][1]
+
+
+def unmasked_share(
+    query_is_real: torch.Tensor | None, num_queries: int, num_keys: int, is_causal: bool = False
+) -> torch.Tensor | float:
+    """Share of the pairs whose query is no padding, where no mask tells, as a device scalar; 1 without padding."""
+    if query_is_real is None or query_is_real.shape[1] != num_queries:
+        return 1.0
+    seen = torch.full((num_queries,), num_keys, device=query_is_real.device)
+    if is_causal:
+        seen = torch.arange(1, num_queries + 1, device=query_is_real.device).clamp(max=num_keys)
+    return (query_is_real * seen).sum(dtype=torch.float64) / max(query_is_real.numel() * num_keys, 1)
 
 
 def allowed_by(mask: torch.Tensor) -> torch.Tensor:
