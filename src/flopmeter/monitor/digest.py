@@ -220,7 +220,7 @@ class Digest:
 
     def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
-        predicted = self.source.predict(workload) if self.source is not None and workload else None
+        predicted = self.source.predict(workload, item.index) if self.source is not None and workload else None
         return Step(
             step_s=time_.step_ns / 1e9,
             phase_s={name: ns / 1e9 for name, ns in zip(PHASES, time_.phase_ns, strict=True)},
