@@ -416,6 +416,9 @@ def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(m
         def note_autocast(self) -> None:
             pass
 
+        def is_changed(self) -> bool:
+            return False
+
         def finish(self, seen: Sequence[Seen]) -> None:
             workload = resolve(seen)
             learnt.append(workload and workload.tokens)

@@ -220,7 +220,7 @@ class Digest:
 
     def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
-        predicted = self.source.predict(workload) if self.source is not None and workload else None
+        predicted = self.source.predict(workload, item.index) if self.source is not None and workload else None
         if workload == Workload() and not (self.source is not None and self.source.has_count):
             predicted = None  # the model was given nothing: only a count can tell what it does with that
         return Step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -22,6 +23,8 @@ COPIES_S = 0.1
 the device still has all of the step to do."""
 MAX_IN_VAIN = 3
 """Measurements in a row that give way to a pause: a loop that has one in every step is measured with it."""
+WATCH_S = 1.0
+"""How often the model is looked at: for hundreds of modules that takes a fraction of a millisecond."""
 
 
 class Effort:
@@ -55,6 +58,8 @@ class Effort:
         self._started_s = 0.0
         self._num_in_vain = 0
         self._phase: str | None = None
+        self._watched = -math.inf, 0
+        """When the model was last looked at, by the clock and in steps."""
         self.schedule = self._make_schedule(phase=None)
         self.sampling = Sampling(config, self.schedule.interval_steps, event)
 
@@ -79,6 +84,29 @@ class Effort:
         """An ordinary step was digested; `index` is how many were before it."""
         self.schedule.note_step(metrics["perf/step_time"])
         self.sampling.note_step(index, metrics)
+
+    def watch_model(self, source: FlopSource, num_steps: int) -> int:
+        """Notice a model that is trained otherwise than before, and have it measured anew.
+
+        Before a measurement is read it is looked at in any case: whose count would that be? Gives the number of steps
+        after which the next look is due.
+        """
+        now_s = time.monotonic()
+        since_s, before = self._watched
+        if now_s - since_s >= WATCH_S or source.is_measuring:
+            self._watched = now_s, num_steps
+            if source.is_changed():
+                self._take_change(source, num_steps)
+        step_s = (now_s - max(since_s, self._started_s)) / max(1, num_steps - before)
+        left_s = self._watched[0] + WATCH_S - now_s
+        return num_steps + max(1, math.floor(left_s / step_s) if step_s > 0 else 1)
+
+    def _take_change(self, source: FlopSource, num_steps: int) -> None:
+        with self._clock.pause() as lasted_s:
+            asks = source.take_change(num_steps - 1)
+        self._event("pause", name="flopmeter", duration_s=lasted_s())
+        if asks and not source.is_measuring:
+            self.schedule.hasten(num_steps)
 
     def end_step(self, source: FlopSource | None, record: StepRecord, num_steps: int) -> None:
         """Close what ran through this step, and learn from it. Reading it is our time, not the next step's."""

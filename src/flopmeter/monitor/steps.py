@@ -191,6 +191,9 @@ class Steps:
             record.blocked_ns = tracker.blocking.take()
         if tracker.device_time is not None:
             tracker.device_time.end_step(num_steps)
+        watch_at = num_steps + every
+        if tracker.source is not None:
+            watch_at = effort.watch_model(tracker.source, num_steps)
         if effort.is_measuring:
             record.arrival = self.copies.arrival
             effort.end_step(tracker.source, record, num_steps)
@@ -208,4 +211,4 @@ class Steps:
             measuring = effort.schedule.next_step
             if measuring <= num_steps:
                 measuring = num_steps + LOOK_AGAIN
-            self.next_look = min(num_steps + every - num_steps % every, measuring)
+            self.next_look = min(num_steps + every - num_steps % every, measuring, watch_at)

@@ -87,20 +87,28 @@ class Split:
         mean_s = self.window.gc_s() / len(self.window)
         return mean_s if mean_s >= RARE * longest_s else 0.0
 
-    def _total(self, amount: Amount, how: str) -> Slice:
-        """An amount of every step, over the window; steps that do not know it are taken to be like the others."""
+    def _total(self, amount: Amount, how: str, marked_s: Sequence[float] = ()) -> Slice:
+        """An amount of every step, over the window; steps that do not know it are taken to be like the others.
+
+        Args:
+            marked_s: The amount in marked steps, where it does not depend on their being measured.
+        """
         num_steps = len(self.window)
-        num_unknown = num_steps - amount.num_steps
+        num_unknown = num_steps - amount.num_steps - len(marked_s)
+        seconds = (num_steps - len(marked_s)) * amount.mean_s + math.fsum(marked_s)
         if num_unknown <= 0:
-            return Slice(num_steps * amount.mean_s, 0.0, how)
+            return Slice(seconds, 0.0, how)
         how += f"; {num_unknown} of {num_steps} steps taken to be like the others"
-        return Slice(num_steps * amount.mean_s, amount.deviation_s * math.sqrt(num_unknown), how)
+        return Slice(seconds, amount.deviation_s * math.sqrt(num_unknown), how)
+
+    def _utilised(self, key: str, how: str) -> Slice | None:
+        amount = self.window.amount(key)
+        return amount and self._total(amount, how, self.window.marked_s(key))
 
     def _ideal(self) -> Slice | None:
         if not self.window.has_ordinary:
             return None
-        amount = self.window.amount("perf/mfu")
-        return amount and self._total(amount, "model FLOPs of every step over the peak of their dtype")
+        return self._utilised("perf/mfu", "model FLOPs of every step over the peak of their dtype")
 
     def _from_samples(self, key: str) -> Slice | None:
         if self.sampled is None or key not in self.sampled.seconds:
@@ -120,11 +128,11 @@ class Split:
         found = self._from_samples("recompute_s")
         if found is not None:
             return found
-        hardware, model = self.window.amount("perf/hfu"), self.window.amount("perf/mfu")
+        hardware, model = self._utilised("perf/hfu", ""), self._ideal()
         if hardware is None or model is None:
             return None
         return Slice(
-            len(self.window) * (hardware.mean_s - model.mean_s),
+            hardware.seconds - model.seconds,
             0.0,
             "HFU less MFU: recomputation at the speed of the peak, which is the least it can take",
         )
