@@ -104,7 +104,9 @@ class Program:
         said = self._last_words or f"nothing to measure: {self._reason}"
         if self._num_records > 1:
             said += f" (the last of {self._num_records} trainings)"
-        if not self._is_quiet and os.environ.get("RANK", "0") == "0":
+        has_failed = hasattr(sys, "last_type")  # python has told of it: that is why there is nothing
+        is_said = not self._is_quiet and bool(self._last_words or not has_failed)
+        if is_said and os.environ.get("RANK", "0") == "0":
             print(f"flopmeter: {said}", file=sys.stderr)
 
     def _is_ours(self) -> bool:
