@@ -205,7 +205,7 @@ def test_on_a_cpu_the_hosts_clock_is_the_truth() -> None:
 
 @pytest.mark.parametrize(
     ("measured", "standing", "word"),
-    [(9e12, "works", "90% of it"), (4e12, "works", "power limit"), (10.5e12, "broken", "too low")],
+    [(9e12, "works", "90 % of it"), (4e12, "works", "power limit"), (10.5e12, "broken", "too low")],
 )
 def test_a_peak_below_what_is_measured_is_broken(measured: float, standing: str, word: str) -> None:
     result = peak.judge("a card, bf16", 10e12, "table", measured)

@@ -31,7 +31,7 @@ from flopmeter.report._page import page, safe_json
 from flopmeter.report._sentences import run_line
 from flopmeter.report._series import MAX_POINTS, series_of
 from flopmeter.report._terminal import show, spark_line
-from flopmeter.report._text import amount, clean, number, percent, points, seconds
+from flopmeter.text import amount, clean, number, percent, points, seconds
 from made_traces import MadeTrace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -576,7 +576,29 @@ def test_the_command_prints_other_formats(tmp_path: Path) -> None:
     folder = runs.write_run(tmp_path, runs.ordinary_lines())
     assert json.loads(flopmeter(folder, "--format", "json").stdout)["headline"]["mfu"] == pytest.approx(runs.MFU)
     assert flopmeter(folder / "run.jsonl", "--format", "txt").stdout.splitlines()[0] == folder.name
+    assert flopmeter(folder, "--json").stdout == flopmeter(folder, "--format", "json").stdout
     assert not (folder / "report.html").exists()
+
+
+def test_a_run_without_a_step_says_so_and_gives_no_median(tmp_path: Path) -> None:
+    facts = facts_of(run_of(tmp_path, runs.header()))
+    text, markdown, html = (render_facts(facts, name) for name in ("txt", "md", "html"))
+    assert "  step time   no steps\n" in text
+    assert "| no steps |" in markdown
+    assert "<small>no steps</small>" in html
+    assert "95 % below" not in text + markdown + html.partition("<script")[0].replace("&nbsp;", " ")
+
+
+def test_markdown_says_which_mfu_stands_in_its_table(ordinary: Run) -> None:
+    assert "| MFU in steady steps | HFU |" in render(ordinary, "md")
+
+
+def test_a_small_mfu_keeps_two_digits_in_every_format(tmp_path: Path) -> None:
+    small = {"perf/mfu": 0.0024, "perf/hfu": 0.0024}
+    facts = facts_of(run_of(tmp_path, runs.header(), *(runs.step(number, **small) for number in range(1, 20))))
+    for name in ("txt", "md", "html"):
+        assert "0.24 %" in render_facts(facts, name).replace("&nbsp;", " ")
+    assert "is 0.24 %, very low" in facts["headline"]["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -584,6 +606,7 @@ def test_the_command_prints_other_formats(tmp_path: Path) -> None:
     [
         (["{here}/nothing"], 1, "cannot read"),
         (["{here}", "--format", "pdf"], 2, "there is no report format 'pdf'"),
+        (["{here}", "--json", "--format", "md"], 2, "--json and --format md contradict each other"),
         (["{here}", "-o", "{here}/none/report.html"], 1, "cannot write the report"),
     ],
 )

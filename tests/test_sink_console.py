@@ -7,7 +7,7 @@ import pytest
 
 from flopmeter.config import MonitorConfig
 from flopmeter.sinks import SinkContext
-from flopmeter.sinks.console import Means, Sink
+from flopmeter.sinks.console import Means, Sink, format_line
 
 CONTEXT = SinkContext(config=MonitorConfig(), output_dir=Path("nowhere"))
 
@@ -67,3 +67,31 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     text = shown(Terminal(), [0.0, 5.0, 10.0])
     assert "\x1b" not in text
     assert len(text.splitlines()) == 2
+
+
+LARGE = {
+    "training/loss": 10.1234,
+    "perf/step_time": 1.2345,
+    "perf/mfu": 0.532,
+    "perf/tokens_per_second": 12_345_678.0,
+    "perf/data_wait_share": 0.123,
+}
+
+
+def test_in_80_columns_the_line_says_less_words_and_all_numbers() -> None:
+    assert format_line(12345, LARGE, 79) == (
+        "step 12345 | loss 10.1234 | 1.23 s | MFU 53.2 % | 12.3 M tok/s | wait 12.3 %"
+    )
+    assert len(format_line(12345, LARGE, 40)) == 40
+
+
+def test_with_room_the_line_is_in_full() -> None:
+    full = "step 12345 | loss 10.1234 | step time 1234.5 ms | MFU 53.2 % | 12,345,678 tokens/s | data wait 12.3 %"
+    assert format_line(12345, LARGE) == format_line(12345, LARGE, 120) == full
+
+
+def test_a_terminal_of_80_columns_shows_the_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    Sink(CONTEXT, terminal, Clock()).log(12345, LARGE)
+    assert terminal.getvalue().endswith("| wait 12.3 %")

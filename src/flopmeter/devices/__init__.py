@@ -24,6 +24,7 @@ from flopmeter.devices.dtypes import DTYPES, default_dtype, normalise_dtype, use
 from flopmeter.devices.measure import Measurement, measure_peak, remembered
 from flopmeter.devices.table import CURE, OVERRIDE_VARIABLE, Device, find_device, list_devices, unknown_device
 from flopmeter.errors import ConfigError, MissingLibraryError, UnknownDeviceError
+from flopmeter.text import rate
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +162,7 @@ def _cpu_peak(dtype: str) -> Peak:
     how += "" if measured else f"; not measured yet: {_MEASURE}"
     is_measured = (measured or 0.0) > (derived or 0.0)
     if is_measured:
-        less = f"derived would be less, {derived / 1e9:.4g} GFLOP/s: {how}" if derived else how
+        less = f"derived would be less, {rate(derived)}: {how}" if derived else how
         how = f"measured on this machine and kept for this user ({_MEASURE} measures again); {less}"
     return Peak(
         flop_per_s=max(derived or 0.0, measured or 0.0),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopmeter.diagnosis._finding import Gain, NotCheckedError
 from flopmeter.goodput import LONGEST_S
+from flopmeter.text import percent
 from flopmeter.waterfall import LABELS, assemble
 from flopmeter.waterfall.split import Split
 from flopmeter.waterfall.window import Window, known, mapping, number
@@ -230,8 +231,3 @@ _MISSING_PART = {
     "recompute": "neither a sampled step nor HFU is in the record",
     "exposed_communication": "the time blocked in communication was not measured",
 }
-
-
-def percent(share: float) -> str:
-    """A share for people."""
-    return f"{100 * share:.1f} %"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from flopmeter.doctor._result import Result
+from flopmeter.text import percent, rate
 
 ORDER = 30
 LIMIT_S = 15.0
@@ -46,14 +47,11 @@ def judge(device: str, peak_flop_per_s: float, source: str, measured_flop_per_s:
         "measured_flop_per_s": measured_flop_per_s,
         "share": share,
     }
-    says = f"{device}: {rate(peak_flop_per_s)} ({source}); matmuls reach {rate(measured_flop_per_s)}, {share:.0%} of it"
+    reached = f"matmuls reach {rate(measured_flop_per_s)}, {percent(share, 0)} of it"
+    says = f"{device}: {rate(peak_flop_per_s)} ({source}); {reached}"
     if share > TOLERANCE:
         cure = "that peak is too low, and MFU too high: set monitoring.peak_flop_per_s, or report a wrong table"
         return Result(standing="broken", says=f"{says}; {cure}", figures=figures)
     if share < LOW_SHARE:
         says += "; other programs on the machine, a power limit or low clocks keep it down"
     return Result(standing="works", says=says, figures=figures)
-
-
-def rate(flop_per_s: float) -> str:
-    return f"{flop_per_s / 1e12:.4g} TFLOP/s" if flop_per_s >= 1e12 else f"{flop_per_s / 1e9:.4g} GFLOP/s"

@@ -12,6 +12,7 @@ from flopmeter.integrations._models import key_of
 from flopmeter.integrations._steps import IN_BACKWARD, StepRule
 from flopmeter.monitor import TrainingMonitor
 from flopmeter.monitor.hooks import follow_optimizer
+from flopmeter.text import plural, seconds, utilisation
 
 _T = TypeVar("_T")
 
@@ -94,18 +95,17 @@ class Session:
         if not self._monitor.run_path.exists():
             return f"no record: nothing could be written to {self._monitor.output_dir}"
         mfu, step_s = summary.get("perf/mfu"), summary.get("step_time_median_s")
-        found = "MFU unknown" if mfu is None else f"MFU {100 * mfu:.1f} %"
+        found = "MFU unknown" if mfu is None else f"MFU {utilisation(mfu)}"
         if not self._has_models:
             found += " (no module was found that the loop calls)"
         elif step_s is None:
             found += " (too few steps)"
         else:
-            found += f", {step_s * 1e3:.3g} ms per step (median)"
+            found += f", {seconds(step_s)} per step (median)"
         return f"{found}, {_num_steps(self._monitor.num_steps, self._num_before)}; run: {self._monitor.output_dir}"
 
 
 def _num_steps(num_measured: int, num_before: int) -> str:
     """The steps that the record has, and of how many: the first few went into understanding the loop."""
-    num_steps = num_measured + num_before
-    found = f"{num_steps} step{'s' * (num_steps != 1)}"
-    return f"{num_measured} of {found} measured" if num_before else found
+    found = plural(num_measured + num_before, "step")
+    return f"{num_measured:,} of {found} measured" if num_before else found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flopmeter.report._text import amount, percent, points, seconds
+from flopmeter.text import amount, percent, points, seconds, utilisation
 
 Figure = dict[str, Any]
 
@@ -64,7 +64,7 @@ def waterfall_figure(fall: dict[str, Any]) -> Figure | None:
         bars.append(_bar(part["label"], level - share, share, points(-share), PART_COLOURS[part["name"]], pattern))
         level -= share
     if fall["mfu"] is not None:
-        bars.append(_bar("Observed MFU", 0.0, fall["mfu"], percent(fall["mfu"]), "@green", ""))
+        bars.append(_bar("Observed MFU", 0.0, fall["mfu"], utilisation(fall["mfu"]), "@green", ""))
     return _horizontal(bars, "Share of the wall time, in MFU points")
 
 
@@ -175,7 +175,7 @@ def _band(first: int, last: int) -> dict[str, Any]:
 def _symbols(marks: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of symbols between the two charts: pauses, measured steps, falls of MFU."""
     pauses = [(row["step"], f"{plain_text(row['name'])}, {seconds(row['duration_s'])}") for row in marks["pauses"]]
-    drops = [(row["step"], f"{percent(row['from_mfu'])} to {percent(row['to_mfu'])}") for row in marks["drops"]]
+    drops = [(row["step"], f"{utilisation(row['from_mfu'])} to {utilisation(row['to_mfu'])}") for row in marks["drops"]]
     rows = (
         ("Pause", "triangle-down", "@vermilion", [pause for pause in pauses if pause[0] is not None]),
         ("Measured step", "diamond", "@purple", [(step, "") for step in marks["measured"]]),

@@ -23,9 +23,9 @@ from flopmeter.report._counters import counters_of
 from flopmeter.report._elsewhere import elsewhere
 from flopmeter.report._ranks import ranks_of
 from flopmeter.report._series import phases_of, series_of
-from flopmeter.report._text import clean, number
 from flopmeter.report._work import work_of
 from flopmeter.schema import RUN_FILE
+from flopmeter.text import clean, number
 from flopmeter.waterfall import LABELS
 from flopmeter.waterfall.window import mapping
 

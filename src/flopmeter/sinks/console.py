@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TextIO
 
+from flopmeter import text
 from flopmeter.sinks import SinkContext
 
 TAKES_EVERY_STEP = True
@@ -45,7 +46,7 @@ class Sink:
             return
         self._last_s = now_s
         means, self._since = self._since.compute(), Means()
-        self._write(format_line(step, {**metrics, **means}))
+        self._write(format_line(step, {**metrics, **means}, self._width()))
 
     def close(self) -> None:
         """Leave the last line standing."""
@@ -59,10 +60,13 @@ class Sink:
             return TERMINAL_INTERVAL_S
         return min(max(LOG_FILE_INTERVAL_S, RARER * run_s), LONGEST_INTERVAL_S)
 
+    def _width(self) -> int | None:
+        """Of the line, where it must fit: a longer one could not be rewritten."""
+        return shutil.get_terminal_size().columns - 1 if self._is_terminal else None
+
     def _write(self, line: str) -> None:
         if self._is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"\r\x1b[2K{line[:width]}")
+            self._stream.write(f"\r\x1b[2K{line}")
             self._is_line_open = True
         else:
             self._stream.write(line + "\n")
@@ -96,19 +100,20 @@ class Means:
         return {**result, "perf/step_time": self._wall_s / self._num_steps} if self._num_steps else result
 
 
-def format_line(step: int, metrics: Mapping[str, float]) -> str:
-    """The live line; a number that is not known yet shows as a dash."""
+def format_line(step: int, metrics: Mapping[str, float], width: int | None = None) -> str:
+    """The live line, in fewer words where it must fit; a number that is not known yet shows as a dash."""
 
-    def show(key: str, pattern: str, scale: float = 1.0) -> str:
+    def show(key: str, write: Callable[[float], str]) -> str:
         value = metrics.get(key)
-        return "-" if value is None else pattern.format(value * scale)
+        return "-" if value is None else write(value)
 
-    parts = (
-        f"step {step:>5}",
-        f"loss {show('training/loss', '{:.4f}')}",
-        f"step time {show('perf/step_time', '{:.1f} ms', 1e3)}",
-        f"MFU {show('perf/mfu', '{:.1f} %', 100)}",
-        f"{show('perf/tokens_per_second', '{:,.0f}')} tokens/s",
-        f"data wait {show('perf/data_wait_share', '{:.1f} %', 100)}",
-    )
-    return " | ".join(parts)
+    loss, mfu = show("training/loss", "{:.4f}".format), show("perf/mfu", text.utilisation)
+    data_wait, tokens = show("perf/data_wait_share", text.percent), show("perf/tokens_per_second", "{:,.0f}".format)
+    step_ms = show("perf/step_time", lambda step_s: f"{1e3 * step_s:.1f} ms")
+    begin = f"step {step:>5} | loss {loss}"
+    line = f"{begin} | step time {step_ms} | MFU {mfu} | {tokens} tokens/s | data wait {data_wait}"
+    if width is None or len(line) <= width:
+        return line
+    step_time = show("perf/step_time", text.seconds)
+    tokens = show("perf/tokens_per_second", lambda value: text.amount(value, ""))
+    return f"{begin} | {step_time} | MFU {mfu} | {tokens.strip()} tok/s | wait {data_wait}"[:width]

@@ -7,6 +7,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopmeter.text import plural, seconds
 from flopmeter.waterfall.sampled import BESIDE, Ordinary, Sampled, reduce_profiles
 from flopmeter.waterfall.window import Amount, Window, known, mapping, number
 
@@ -114,15 +115,15 @@ class Split:
         if self.sampled is None or key not in self.sampled.seconds:
             return None
         sampled, num_steps = self.sampled, len(self.window)
-        seconds, moved_s = sampled.seconds[key], sampled.uncertainty_s[key]
+        step_s, moved_s = sampled.seconds[key], sampled.uncertainty_s[key]
         step = self.window.step
         spread = step.deviation_s / step.mean_s if step else 0.0  # a sampled step is a draw from steps that vary
-        uncertainty_s = math.hypot(moved_s, seconds * spread / math.sqrt(sampled.num_profiles))
-        steps = f"{sampled.num_profiles} sampled step{'s' * (sampled.num_profiles > 1)}"
+        uncertainty_s = math.hypot(moved_s, step_s * spread / math.sqrt(sampled.num_profiles))
+        steps = plural(sampled.num_profiles, "sampled step")
         how = f"{'device' if sampled.device == 'cuda' else 'operator'} time of {steps}, times {num_steps} steps"
         if moved_s > 0:
-            how += f"; {moved_s * 1e3:.3g} ms a step taken off as the cost of sampling"
-        return Slice(num_steps * seconds, num_steps * uncertainty_s, how)
+            how += f"; {seconds(moved_s)} a step taken off as the cost of sampling"
+        return Slice(num_steps * step_s, num_steps * uncertainty_s, how)
 
     def _recompute(self) -> Slice | None:
         found = self._from_samples("recompute_s")
@@ -215,7 +216,7 @@ class Split:
             notes.append(f"{self.window.num_untimed} steps have no duration and are left out")
         if self.window.has_ordinary and self.window.num_ordinary < FEW_STEPS:
             num = self.window.num_ordinary
-            notes.append(f"only {num} ordinary step{'s' * (num != 1)}, which is too few to rely on")
+            notes.append(f"only {plural(num, 'ordinary step')}, which is too few to rely on")
         return "; ".join(notes)
 
 

@@ -11,9 +11,10 @@ that is most of the time, the verdict is `undetermined` instead.
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
 from flopmeter.diagnosis.rules._untold import why_untold
+from flopmeter.text import percent
 from flopmeter.waterfall import LABELS
 
 IS_LAST_RESORT = True

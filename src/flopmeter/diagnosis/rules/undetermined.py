@@ -11,9 +11,10 @@ in the loop's own code, between the phases: look there.
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
 from flopmeter.diagnosis.rules._untold import why_untold
+from flopmeter.text import percent
 
 IS_LAST_RESORT = True
 
