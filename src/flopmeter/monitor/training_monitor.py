@@ -225,7 +225,7 @@ class TrainingMonitor:
             if log.line["event"] != "peak":  # those are in the header
                 self._worker.put(log)
         self._early.clear()
-        self._steps.put = self._worker.put
+        self._steps.put, self._worker.used = self._worker.put, self._steps.copies.used
         self._tracker.background = self._worker
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
