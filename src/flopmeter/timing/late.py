@@ -41,12 +41,12 @@ class LateNumbers:
         if not isinstance(value, torch.Tensor):
             return float(value)
         if type(value) is not torch.Tensor and hasattr(value, "placements"):
-            local = self._local(value)
-            if local is None:
+            value = self._local(value)
+            if value is None:
                 return math.nan
-            value = local
         if value.is_cpu:
-            return value.item()  # nothing to wait for
+            number: float = value.item()  # nothing to wait for
+            return number
         if value.is_cuda and torch.cuda.is_current_stream_capturing():
             return math.nan
         slots = self._slots.get(value.device)
