@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter import load_run, watch
+from flopmeter import TrainingMonitor, load_run, watch
 from flopmeter.devices import Peak
 from flopmeter.flops.frames import Batch
 from flopmeter.monitor.device_time import DeviceTime
@@ -234,3 +234,38 @@ def test_a_model_that_is_moved_after_watch_is_held_against_the_device_where_it_t
     flop = 2 * (2 * 8 * 64 * 64)
     at_peak_s = [mfu * s for mfu, s in zip(run.column("perf/mfu"), run.column("perf/step_time"), strict=True)]
     assert at_peak_s == pytest.approx([flop / 6e13] * 8)
+
+
+def test_communication_that_the_device_waits_for_reaches_the_sinks_as_a_share() -> None:
+    events: list[dict[str, Any]] = []
+    phases = {name: PhaseTime(device_s=s, host_s=0.001) for name, s in (("backward", 0.3), ("communication", 0.1))}
+
+    class Communicating(Timeline):
+        def poll(self) -> list[DeviceStep]:
+            return [DeviceStep(step=self.last, device_s=0.4, phases=phases)]
+
+    device_time = DeviceTime(Communicating([], 0), lambda _, **fields: events.append(fields), every=5)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        device_time.end_step(number)
+        device_time.take_finished(number)
+    assert [event["metrics"] for event in events] == [{"perf/exposed_communication_share": pytest.approx(0.25)}]
+
+
+def test_a_phase_that_the_loop_names_is_marked_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedDevice()
+    timeline = timeline_on(simulated, num_events=256)
+    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline)
+    model = nn.Linear(4, 4)
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=model)  # no optimizer: its hooks would mark, too
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(1, 25):
+        model(torch.ones(2, 4)).sum().backward()
+        with monitor.phase("optimizer"):
+            simulated.stream.launch(3 * MS)
+            optimizer.step()
+        simulated.stream.launch(1 * MS)
+        simulated.stream.synchronize()
+        monitor.log_step(number)
+    monitor.finish_training()
+    (event, *_) = [event for event in load_run(tmp_path).events if event["event"] == "device_time"]
+    assert event["device_s"]["optimizer"] == pytest.approx(3 * MS, rel=0.02)

@@ -151,13 +151,17 @@ class FlopSource:
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
 
-    def finish(self, seen: Sequence[Seen]) -> None:
-        """The measured step is over: learn from it."""
+    def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
+        """The measured step is over: learn from it.
+
+        Args:
+            seen: Gives what the step was given, and may wait for it: it is asked last.
+        """
         measurement, self._measurement = self._measurement, None
         assert measurement is not None
         measurement.stop()
         count = measurement.result(self._settings.convention)
-        workload = resolve(seen)
+        workload = resolve(seen())
         error = self._predictor.learn(count, workload) if self._predictor and workload else None
         self._known = {}  # replaced, not cleared: the background thread may be reading
         self._find_peaks(count)

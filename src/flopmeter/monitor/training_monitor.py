@@ -288,8 +288,15 @@ class TrainingMonitor:
         """Time a part of the step as one of the phases: data_wait, host_to_device, forward, backward, optimizer."""
         if name not in PHASES:
             raise ConfigError(f"there is no phase {name!r}; there are: {', '.join(PHASES)}")
-        with self._clock.phase(PHASES.index(name)):
-            yield
+        device_time = self._tracker.device_time if not self._tracker.num_pauses else None
+        if device_time is not None:
+            device_time.mark(name)
+        try:
+            with self._clock.phase(PHASES.index(name)):
+                yield
+        finally:
+            if device_time is not None:
+                device_time.mark("other")
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
