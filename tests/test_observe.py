@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.formulas import _registry, formula
-from flopmeter.flops.observe import observe
+from flopmeter.flops.observe import ObservedStep, observe
 
 ROWS, WIDTH = 4, 8
 UNIT = 2 * ROWS * WIDTH * WIDTH
@@ -433,3 +435,20 @@ def test_a_users_own_mode_inside_the_step_keeps_its_results() -> None:
         model(rows()).sum().backward()
     assert theirs.get_total_flops() == 5 * UNIT
     assert step.result().model_flop == 5 * UNIT
+
+
+def test_what_was_observed_dies_without_a_garbage_collection() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gc.collect()
+    gc.disable()
+    try:
+        step = ObservedStep([model])
+        step.start()
+        model(torch.ones(2, 4)).sum().backward()
+        step.stop()
+        step.result()
+        alive = weakref.ref(step)
+        del step
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -419,8 +419,8 @@ def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(m
         def is_changed(self) -> bool:
             return False
 
-        def finish(self, seen: Sequence[Seen]) -> None:
-            workload = resolve(seen)
+        def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
+            workload = resolve(seen())
             learnt.append(workload and workload.tokens)
 
     loop.tracker.source = Source()  # type: ignore[assignment]
@@ -432,6 +432,34 @@ def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(m
     loop.step(6)
     # The second and the third copy lie behind a step that the device has not done.
     assert learnt == [6, None, None, 12]
+    assert loop.failures == []
+
+
+def test_a_device_that_is_seconds_behind_is_waited_for_once_the_count_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, told = Ahead(monkeypatch), []
+    host = loop.queue.device.host
+    monkeypatch.setattr("flopmeter.timing.late.sleep", lambda _: loop.queue.pass_s(0.01))
+    monkeypatch.setattr("flopmeter.timing.late.monotonic", lambda: host.now_s)
+
+    class Source:
+        is_measuring, kind, measures = True, "observed", False
+
+        def note_autocast(self) -> None:
+            pass
+
+        def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
+            told.append(host.now_s)
+            workload = resolve(seen())
+            told.append(workload and workload.tokens)
+            told.append(host.now_s)
+
+    loop.step(3)
+    loop.step(4)
+    loop.step(5)
+    loop.tracker.source = Source()  # type: ignore[assignment]
+    loop.effort.is_measuring, loop.steps.next_look = True, 0
+    loop.step(6)  # behind three steps of a second each
+    assert told == [0.0, 12, pytest.approx(3.0, abs=0.02)]
     assert loop.failures == []
 
 

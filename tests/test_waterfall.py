@@ -330,6 +330,12 @@ def test_on_a_gpu_only_the_wait_that_left_it_idle_is_lost(tmp_path: Path) -> Non
     assert found["optimizer"] == pytest.approx(40 * 0.006)
 
 
+def test_on_a_gpu_communication_is_exposed_where_the_device_has_nothing_else_to_do(tmp_path: Path) -> None:
+    marks = event("device_time", START_S + 2, num_steps=10, device_s={"backward": 0.05, "communication": 0.004})
+    found = seconds_of(HEALTHY.but(device="cuda", exposed_s=None, events=(marks,)).run(tmp_path).waterfall())
+    assert found["exposed_communication"] == pytest.approx(40 * 0.004)
+
+
 def test_on_a_gpu_without_marks_the_optimizer_is_what_the_kernels_took(tmp_path: Path) -> None:
     # The host hands the update over in 1 ms; the sampled step shows 5 ms of kernels.
     plan = HEALTHY.but(device="cuda", metrics={"perf/optimizer_share": 0.01})

@@ -115,6 +115,7 @@ class Observation:
         for undo in self._undo:
             undo()
         self._undo = []
+        self._mode.let_go()
 
     def result(self, convention: Convention = "exact") -> FlopCount:
         """The FLOPs of what was seen. Reads the mask sums from the device."""
@@ -251,6 +252,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._take = take
         self._count_fake = count_fake
         self._pid = os.getpid()
+
+    def let_go(self) -> None:
+        """Nothing comes after this: the two would hold each other, and the step's tensors, until a collection."""
+        self._take = lambda *_: None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -94,7 +94,7 @@ def observe(*models: nn.Module) -> Iterator[ObservedStep]:
 def _in_dtypes_of(seen: FlopCount, twin: FlopCount) -> FlopCount:
     """The twin's work in the dtypes that ran: autocast inside the model casts nothing that has no values.
 
-    Which work is done in which dtype is not known where the twin has it otherwise: then all of it is in the same mixture.
+    Where the twin has other dtypes, nobody knows which work was done in which: all of it is taken in the same mixture.
     """
     shares = _shares(seen.by_dtype)
     own = _shares(twin.by_dtype)

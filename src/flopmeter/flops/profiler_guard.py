@@ -62,7 +62,7 @@ class Recording:
 
     def __init__(self, *, with_shapes: bool = True, with_kernels: bool = False) -> None:
         self.was_cut_short = False
-        """The user started a profiler, and this session ended early to let it; or the device could not be waited for."""
+        """The user started a profiler, and this session ended early; or the device could not be waited for."""
         self.ended = threading.Event()
         self.profiler: torch_profiler.profile | None = None
         self._with_shapes = with_shapes

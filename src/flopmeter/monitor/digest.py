@@ -62,6 +62,8 @@ class StepRecord(Struct, gc=False):
     """Share of the wait for data in which this thread computed, where it was looked at."""
     arrival: Arrival | None = None
     """When what was copied for `seen` and `datasets` is on the host; None when it is."""
+    has_copies: bool = False
+    """Whether any of that was: the training thread wants it back, to let it go."""
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""

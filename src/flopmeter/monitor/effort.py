@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -14,13 +15,14 @@ from flopmeter.monitor.digest import StepRecord
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.sampling import Sampling
 from flopmeter.monitor.schedule import Schedule
+from flopmeter.monitor.workloads import Seen
 from flopmeter.timing import PhaseClock, split
 
 logger = logging.getLogger("flopmeter")
 
-COPIES_S = 0.1
-"""How long a measured step waits for the lengths of its sequences: they were copied before its forward pass, so that
-the device still has all of the step to do."""
+COPIES_S = 10.0
+"""How long a measured step waits for the lengths of its sequences at most: a device may be far behind its host, and
+without them nothing can be learnt from the step."""
 MAX_IN_VAIN = 3
 """Measurements in a row that give way to a pause: a loop that has one in every step is measured with it."""
 WATCH_S = 1.0
@@ -118,9 +120,8 @@ class Effort:
         with self._clock.pause() as lasted_s:
             if source is not None and is_counted:
                 record.marks = (*record.marks, source.kind)
-                has_come = record.arrival is None or record.arrival.comes_within(COPIES_S)
                 try:
-                    source.finish(record.seen if has_come else ())
+                    source.finish(partial(_seen_in, record))
                 except Exception as error:  # noqa: BLE001 - a model that cannot be counted is timed all the same
                     source.give_up(error)
             else:
@@ -187,3 +188,9 @@ class Effort:
         budget = None if is_profiler and interval.is_explicit else settings.overhead_budget
         first = settings.performance_monitoring.smart_mode.initial_profiling or is_profiler
         return Schedule(interval.steps, budget, measures_first=first)
+
+
+def _seen_in(record: StepRecord) -> Sequence[Seen]:
+    """What the step was given, once that has come from the device; nothing when it does not."""
+    has_come = record.arrival is None or record.arrival.comes_within(COPIES_S)
+    return record.seen if has_come else ()

@@ -86,7 +86,8 @@ class FlopSource:
         self._event = event
         self._measurement: ObservedStep | ProfiledStep | None = None
         self._counters = self._open_counters()
-        self._looked_up: set[str] = set()
+        self._device = device_of(self._model)
+        self._looked_up: set[tuple[torch.device, str]] = set()
         self.peaks: dict[str, float] = {}
         """FLOP/s by dtype, as far as known."""
         self.recorded_peaks: dict[str, dict[str, str | float]] = {}
@@ -143,11 +144,27 @@ class FlopSource:
 
     def note_autocast(self) -> None:
         """Called inside a forward pass: autocast decides the dtype of what is only estimated so far."""
-        device = device_of(self._model).type
+        self.follow_model()
+        device = self._device.type
         is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         if self._predictor is not None and is_on:
             self._predictor.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
             self._find_peak(normalise_dtype(self._predictor.dtype))
+
+    def follow_model(self) -> None:
+        """A model that was moved since it was given to us is held against what its device can do."""
+        device, before = device_of(self._model), self._device
+        if device == before:
+            return
+        self._device = device
+        self.peaks, self.recorded_peaks = {}, {}
+        for dtype in [dtype for where, dtype in self._looked_up if where == before]:
+            self._find_peak(dtype)
+        if self._settings.mfu_calculation_mode == "hybrid":
+            counters, self._counters = self._counters, self._open_counters()
+            self.mode = self._effective_mode()
+            if counters is not None:
+                counters.close()
 
     def start(self) -> None:
         """Measure the step that begins now, unless somebody else's tool is at work."""
@@ -168,13 +185,17 @@ class FlopSource:
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
 
-    def finish(self, seen: Sequence[Seen]) -> None:
-        """The measured step is over: learn from it."""
+    def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
+        """The measured step is over: learn from it.
+
+        Args:
+            seen: Gives what the step was given, and may wait for it: it is asked last.
+        """
         measurement, self._measurement = self._measurement, None
         assert measurement is not None
         measurement.stop()
         count = measurement.result(self._settings.convention)
-        workload = resolve(seen)
+        workload = resolve(seen())
         error = self._learn(self._stage, count, workload)
         if self.ranks is not None and self.ranks.is_writer and workload:
             self.ranks.publish({**note_of(count, workload), "state": self._state})
@@ -202,7 +223,8 @@ class FlopSource:
             shares = {key: value for key, value in known.items() if key in METRICS_BY_KEY}
             self._event("counters", shares or None, reader=counters.name, **reading)
         except Exception as error:  # noqa: BLE001 - the thread that writes the record goes on without them
-            self._counters = None  # not closed: what cannot be read is not asked for anything more
+            if self._counters is counters:  # else it belongs to a device that the model has left
+                self._counters = None  # not closed: what cannot be read is not asked for anything more
             message = f"{counters.name}: no more hardware counters: {type(error).__name__}: {error}"
             logger.warning("%s", message)
             self._event("warning", message=message)
@@ -339,11 +361,11 @@ class FlopSource:
             self._find_peak(normalise_dtype(dtype))
 
     def _find_peak(self, dtype: str) -> None:
-        if dtype in self._looked_up:
+        if (self._device, dtype) in self._looked_up:
             return
-        self._looked_up.add(dtype)
+        self._looked_up.add((self._device, dtype))
         try:
-            peak = peak_flops(device_of(self._model), dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
+            peak = peak_flops(self._device, dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
         except FlopmeterError as error:
             logger.warning("MFU stays unknown: %s", error)
             self._event("warning", message=str(error))

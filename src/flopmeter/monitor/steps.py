@@ -90,7 +90,7 @@ class Steps:
             if index >= self.next_look or index >= self._sampling_plan.next_step:
                 self._look(record, index)
             if self.copies.arrival is not None:
-                record.arrival, self.copies.arrival = self.copies.arrival, None
+                record.arrival, self.copies.arrival, record.has_copies = self.copies.arrival, None, True
             if self._values:  # a loop that speaks again before the next forward pass means this step, too
                 record.values, self._values = self._values, NOTHING
         except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
@@ -137,7 +137,7 @@ class Steps:
             return
         record.seen = workloads.with_mask(record.seen, mask)
         if self.copies.arrival is not None:  # later on the same device than whatever the record waits for
-            record.arrival, self.copies.arrival = self.copies.arrival, None
+            record.arrival, self.copies.arrival, record.has_copies = self.copies.arrival, None, True
 
     def switch_off(self) -> None:
         """From now on a step that ends is nobody's business."""

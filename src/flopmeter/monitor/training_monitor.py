@@ -30,10 +30,10 @@ from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
-from flopmeter.monitor.header import device_of, make_header, make_sampler
+from flopmeter.monitor.header import device_name, device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
-from flopmeter.monitor.ranks import join, my_rank, record_path, sink_names
+from flopmeter.monitor.ranks import connect_device, join, my_rank, record_path, sink_names
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
@@ -105,13 +105,15 @@ class TrainingMonitor:
         self.output_dir = Path(output_dir)
         self.run_path = self.output_dir / RUN_FILE
         self.log_path = self.output_dir / log_file
-        self._tracker = StepTracker(self.start_training, self._note_failure, self._event)
+        self._tracker = StepTracker(self._begin, self._note_failure, self._event)
         self._tracker.finds_evaluation = finds_evaluation
         self._clock = self._tracker.clock
         self._numbers = LateNumbers()
         self._hooks = Hooks(self._tracker)
         self._worker: Worker | None = None
         self._resources: ResourceSampler | None = None
+        self._device = device_of(None)
+        """Where the model was when the run began, or when it was last looked at."""
         self._at_exit: Callable[[], None] | None = None
         self._rank = 0
         self._ranks: Ranks | None = None
@@ -156,6 +158,8 @@ class TrainingMonitor:
         self._tracker.workloads = WorkloadReader(source.needs, self._steps.copies, [model, *others])
         self._hooks.attach_models(model, *others)
         self._join_job()
+        if self._state == "running":
+            self._follow_model()
 
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings.
@@ -205,6 +209,8 @@ class TrainingMonitor:
                 "output_dir of its own to keep them apart", self.output_dir,
             )  # fmt: skip
         source = self._tracker.source
+        if source is not None:
+            source.follow_model()  # it may have been moved since
         peaks = source.recorded_peaks if source is not None else {}
         header = {**make_header(self._model, self.config, dict(peaks)), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
@@ -219,20 +225,48 @@ class TrainingMonitor:
             sample=self._sampler(),
             sink_cpu_share=None if self.config.has_explicit_logging_steps else self.config.monitoring.overhead_budget,
         )
-        timeline = timeline_of(device_of(self._model))
-        if timeline is not None:
-            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
+        self._device = device_of(self._model)
+        self._time_device()
         for log in self._early:
             if log.line["event"] != "peak":  # those are in the header
                 self._worker.put(log)
         self._early.clear()
-        self._steps.put = self._worker.put
+        self._steps.put, self._worker.used = self._worker.put, self._steps.copies.used
         self._tracker.background = self._worker
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
         self._at_exit = _finish_at_exit(self)
         self._clock.start()
+
+    def _begin(self) -> None:
+        """The first forward pass: by now the model is where it trains."""
+        self.start_training()
+        self._follow_model()
+
+    @_harmless
+    def _follow_model(self) -> None:
+        """What was set up for the device where the model was is set up again for the one that it was moved to."""
+        device = device_of(self._model)
+        if device == self._device:
+            return
+        self._device = device
+        self._event("device", device=device_name(device))
+        if self._tracker.device_time is not None:
+            self._tracker.device_time.close()
+            self._tracker.device_time = None
+        self._time_device()
+        before, self._resources = self._resources, make_sampler(self._model)
+        if before is not None:
+            before.close()
+        if self._ranks is not None and self._model is not None:
+            connect_device(self._ranks, self._tracker, self._model)
+        self._steps.next_look = 0
+
+    def _time_device(self) -> None:
+        timeline = timeline_of(self._device)
+        if timeline is not None:
+            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
 
     def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
         """Iterate over any loader, timing the wait for each batch."""
@@ -255,8 +289,15 @@ class TrainingMonitor:
         """Time a part of the step as one of the phases: data_wait, host_to_device, forward, backward, optimizer."""
         if name not in PHASES:
             raise ConfigError(f"there is no phase {name!r}; there are: {', '.join(PHASES)}")
-        with self._clock.phase(PHASES.index(name)):
-            yield
+        device_time = self._tracker.device_time if not self._tracker.num_pauses else None
+        if device_time is not None:
+            device_time.mark(name)
+        try:
+            with self._clock.phase(PHASES.index(name)):
+                yield
+        finally:
+            if device_time is not None:
+                device_time.mark("other")
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -405,12 +446,12 @@ class TrainingMonitor:
         return worker_s + (self._ranks.exchange.cpu_s if self._ranks is not None else 0.0)
 
     def _sampler(self) -> Callable[[], Mapping[str, float]]:
-        sampler = self._resources = make_sampler(self._model)
+        self._resources = make_sampler(self._model)
 
         def sample() -> Mapping[str, float]:
             if self._tracker.source is not None:
                 self._tracker.source.read_counters()
-            found = sampler.sample()
+            found = self._resources.sample() if self._resources is not None else {}
             if self._ranks is not None:
                 self._ranks.note_resources(found)
             return found

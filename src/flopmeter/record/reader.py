@@ -7,7 +7,7 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
@@ -276,6 +276,8 @@ class RunReader:
         self.run.events.append(line)
         if line.get("event") == "peak":
             self.run.peaks[str(line.get("dtype"))] = line
+        elif line.get("event") == "device" and self.run.headers and isinstance(line.get("device"), str):
+            self.run.headers[-1] = replace(self.run.headers[-1], device=line["device"])  # moved after the start
         return None
 
     def _summary(self, line: dict[str, Any]) -> str | None:

@@ -184,6 +184,10 @@ class Split:
         amount = self.window.amount("perf/exposed_communication_share")
         if amount is not None:
             return self._total(amount, "time of every step blocked after the backward pass had computed all gradients")
+        device_s = self._on_device("communication")
+        if device_s is not None:
+            how = "time of the device from the last gradient of its own to the end of the backward pass, mean of steps"
+            return Slice(len(self.window) * device_s, 0.0, how)
         return self._from_samples("communication_s")
 
     def _pauses(self) -> Slice:
