@@ -17,7 +17,7 @@ from flopmeter import TrainingMonitor, load_run, watch
 from flopmeter.flops.workload import Needs
 from flopmeter.integrations._loaders import LoaderMarks
 from flopmeter.monitor.device_time import DeviceTime
-from flopmeter.monitor.hooks import Hooks, patch_loaders
+from flopmeter.monitor.hooks import Hooks, attach_forward, patch_loaders
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing.late import LateNumber
@@ -84,6 +84,49 @@ def test_a_graph_can_be_made_of_a_model_whose_next_step_is_measured(tmp_path: Pa
         assert monitor._effort.is_measuring is False
     assert not [text for text in refusals if "hooks" in text]
     assert num_hooks(model) == num_hooks(model[0]) == 0
+
+
+def test_a_watched_model_can_be_compiled_and_exported_as_one_graph_later(tmp_path: Path) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG):
+        train(model, optimizer, 3)
+        compiled = torch.compile(lambda batch: model(batch).sum(), backend=backend, fullgraph=True)
+        for _ in range(3):
+            compiled(torch.ones(2, 4)).backward()
+        exported = torch.export.export(model, (torch.ones(2, 4),), strict=True)
+        assert torch.equal(exported.module()(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_tracing_is_no_forward_pass() -> None:
+    calls: list[str] = []
+
+    class Listener:
+        def on_forward(self, args: Any, kwargs: Any) -> None:
+            calls.append("forward")
+
+        def on_forward_end(self) -> None:
+            calls.append("end")
+
+        def on_evaluation(self) -> None:
+            calls.append("evaluation")
+
+    model = nn.Linear(4, 4)
+    undo = attach_forward(model, Listener())
+    torch.jit.trace(model, torch.ones(2, 4), check_trace=False)
+    assert calls == []
+    model(torch.ones(2, 4))
+    assert calls == ["forward", "end"]
+    undo()
 
 
 class NoQuery:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeGuard
@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
-from torch.utils.hooks import RemovableHandle
 
 from flopmeter.flops.arguments import CallNames, flatten
+from flopmeter.flops.unseen import OwnHook, hide_hooks
 
 logger = logging.getLogger("flopmeter")
 
@@ -88,7 +88,7 @@ class FrameTracker:
         self._roots = roots
         self._names = CallNames(roots)
         self._stack: list[Frame] = []
-        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
         self._sequence: list[int] = []
         self._frames: list[Frame] = []
         self.batches: list[Batch] = []
@@ -127,14 +127,15 @@ class FrameTracker:
         for root in self._roots:
             for path, module in _visible_modules(root):
                 enter = _EnterHook(self, path, module is root, keeps_arguments)
-                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-                self._handles.append(module.register_forward_hook(_LeaveHook(self), always_call=True))
+                before = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+                after = module.register_forward_hook(_LeaveHook(self), always_call=True)
+                self._undo += [before.remove, after.remove, hide_hooks(module)]
 
     def remove(self) -> None:
         """Take all hooks off again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
         """A root is called from outside: what with?"""
@@ -172,19 +173,16 @@ class FrameTracker:
         self._sequence.append(sequence_nr)
         self._frames.append(frame)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FrameTracker:
-        return FrameTracker(())  # a copied model must not report to us
-
 
 @dataclass(eq=False, slots=True)
-class _EnterHook:
+class _EnterHook(OwnHook):
     tracker: FrameTracker
     path: str
     is_root: bool
     keeps_arguments: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         tracker = self.tracker
         outer = tracker.around()
@@ -220,11 +218,11 @@ class _EnterHook:
 
 
 @dataclass(eq=False, slots=True)
-class _LeaveHook:
+class _LeaveHook(OwnHook):
     tracker: FrameTracker
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
             self.tracker.pop()
 
 

@@ -35,6 +35,15 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
+def hide_frame(error: BaseException) -> None:
+    """Called where a patched function of the user's lets an error through: its traceback shows no frame of ours.
+
+    A bare `raise` must follow. Python 3.10 keeps the frame.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
 def surround_backward(surround: Callable[[bool], AbstractContextManager[Any]]) -> Callable[[], None]:
     """Run every backward pass inside a context of ours; gives what ends that.
 

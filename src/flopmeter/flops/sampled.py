@@ -23,6 +23,7 @@ from torch._C._autograd import DeviceType
 from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.profiler_guard import Recording, blocker
 from flopmeter.flops.step_profile import Kernel, Marks, Range, Span, StepProfile, reduce_cpu, reduce_cuda
+from flopmeter.flops.unseen import OwnHook, hide_hooks
 
 _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -68,9 +69,10 @@ class SampledStep:
         self._undo.append(surround_backward(self._note_backward))
         # The compiler would look into a hook on a module that it has compiled in place.
         if self._model is not None and getattr(self._model, "_compiled_call_impl", None) is None:
-            hook = _ForwardHook(self._forward)
-            self._undo.append(self._model.register_forward_pre_hook(hook.enter, prepend=True).remove)
-            self._undo.append(self._model.register_forward_hook(hook.leave).remove)
+            begin = _ForwardHook()
+            self._undo.append(self._model.register_forward_pre_hook(begin, prepend=True).remove)
+            self._undo.append(self._model.register_forward_hook(_ForwardEndHook(begin, self._forward)).remove)
+            self._undo.append(hide_hooks(self._model))
         self._start_ns = time_ns()
 
     def stop(self) -> None:
@@ -118,23 +120,36 @@ class SampledStep:
                 self._graph_building.append(span)
 
 
-class _ForwardHook:
-    """Notes when the model runs; a copy of the model made meanwhile notes nothing."""
+class _ForwardHook(OwnHook):
+    """Notes when the model's call begins."""
 
-    def __init__(self, spans: list[Span]) -> None:
+    __slots__ = ("start_ns",)
+
+    def __init__(self) -> None:
+        self.start_ns = 0
+
+    def __call__(self, *_: Any) -> None:
+        if _is_outside():
+            self.start_ns = time_ns()
+
+
+class _ForwardEndHook(OwnHook):
+    """Notes the whole call when it ends."""
+
+    __slots__ = ("_begun", "_spans")
+
+    def __init__(self, begun: _ForwardHook, spans: list[Span]) -> None:
+        self._begun = begun
         self._spans = spans
-        self._start_ns = 0
 
-    def enter(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
-            self._start_ns = time_ns()
+    def __call__(self, *_: Any) -> None:
+        if _is_outside() and self._begun.start_ns:
+            self._spans.append((self._begun.start_ns, time_ns()))
 
-    def leave(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1 and self._start_ns:
-            self._spans.append((self._start_ns, time_ns()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
-        return _ForwardHook([])
+def _is_outside() -> bool:
+    """Whether the model is called by the loop, and not by the compiler or a backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 
 def _ranges(events: Iterable[Any]) -> Iterator[Range]:

@@ -1,7 +1,7 @@
 """Marks without user code: what the loop calls tells when data is waited for, and forward, backward and optimizer run.
 
-Every function here that torch calls is skipped by its compiler, so that a compiled model stays one graph; hook objects
-turn inert when the model is copied or saved; and all of it is taken away again on close.
+Every function here that torch calls is skipped by its compiler, so that a compiled model stays one graph; hooks do not
+travel when the model is copied or saved; and all of it is taken away again on close.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
-from flopmeter.flops.patching import replace_attribute
+from flopmeter.flops.patching import hide_frame, replace_attribute
+from flopmeter.flops.unseen import OwnHook, hide_hooks
 
 _graph_task = torch._C._current_graph_task_id
 """Inside a backward pass its number, elsewhere -1."""
 _is_grad_enabled = torch.is_grad_enabled
+_tracing_state = torch._C._get_tracing_state
+"""While `torch.jit.trace` runs a model, its; elsewhere None."""
 _is_compiling = torch.compiler.is_compiling
 _num_forks = 0
 """Of this process and its ancestors: asking the system for the process on every batch costs more than all of a mark."""
@@ -124,10 +127,12 @@ def attach_forward(model: nn.Module, listener: ForwardListener) -> Callable[[], 
     """Mark the forward passes of one module; gives what takes the hooks away again."""
     before = model.register_forward_pre_hook(_ForwardHook(listener), with_kwargs=True, prepend=True)
     after = model.register_forward_hook(_ForwardEndHook(listener))
+    show = hide_hooks(model)
 
     def undo() -> None:
         before.remove()
         after.remove()
+        show()
 
     return undo
 
@@ -144,26 +149,7 @@ def follow_optimizer(optimizer: Optimizer, listener: Listener, on_end: Callable[
     return undo
 
 
-class _Inert:
-    """What a hook becomes in a copied or loaded model."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-class _Hook:
-    """A hook that does not travel: a deep copy, a pickle or an EMA of the model gets an inert one."""
-
-    __slots__ = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
-
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()
-
-
-class _ForwardHook(_Hook):
+class _ForwardHook(OwnHook):
     __slots__ = ("_on_evaluation", "_on_forward")
 
     def __init__(self, listener: ForwardListener) -> None:
@@ -171,16 +157,16 @@ class _ForwardHook(_Hook):
         self._on_evaluation = listener.on_evaluation
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Checkpointing calls the model again from inside the backward pass: that is no new batch.
-        if _graph_task() != -1 or _is_compiling():
-            return
+        # First of all the compiler, which takes its own answer for a constant and cannot trace the other questions.
+        if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
+            return  # checkpointing calls the model again from inside the backward pass: that is no new batch
         if _is_grad_enabled():
             self._on_forward(args, kwargs)
         else:
             self._on_evaluation(is_training=module.training)
 
 
-class _ForwardEndHook(_Hook):
+class _ForwardEndHook(OwnHook):
     __slots__ = ("_on_evaluation_end", "_on_forward_end")
 
     def __init__(self, listener: ForwardListener) -> None:
@@ -188,7 +174,7 @@ class _ForwardEndHook(_Hook):
         self._on_evaluation_end = listener.on_evaluation_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if _graph_task() != -1 or _is_compiling():
+        if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
             return
         if _is_grad_enabled():
             self._on_forward_end()
@@ -196,7 +182,7 @@ class _ForwardEndHook(_Hook):
             self._on_evaluation_end()
 
 
-class _OptimizerHook(_Hook):
+class _OptimizerHook(OwnHook):
     __slots__ = ("_call", "_call_in_backward")
 
     def __init__(self, call: Callable[[], None], call_in_backward: Callable[[], None]) -> None:
@@ -208,15 +194,6 @@ class _OptimizerHook(_Hook):
             self._call()
         else:  # stepped parameter by parameter: the step ends when the backward pass returns
             self._call_in_backward()
-
-
-def hide_frame(error: BaseException) -> None:
-    """Called where a patched function of the user's lets an error through: its traceback shows no frame of ours.
-
-    A bare `raise` must follow. Python 3.10 keeps the frame.
-    """
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
 
 
 def _patch_backward(listener: Listener) -> Callable[[], None]:
