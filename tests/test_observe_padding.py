@@ -111,6 +111,32 @@ def test_a_checkpointed_layer_keeps_its_padding_when_it_runs_again(kind: str) ->
     assert count.recompute_flop == pytest.approx(needed(read, written) - head)
 
 
+def test_a_projection_of_the_memory_may_have_parts() -> None:
+    model = t5("sdpa")
+    for block in model.decoder.block:
+        attention = block.layer[1].EncDecAttention
+        attention.k, attention.v = nn.Sequential(attention.k), nn.Sequential(attention.v)
+    read, written, longest = LOADS["both"]
+    assert trained(model, **batch(read, written, longest)).model_flop == pytest.approx(3 * needed(read, written))
+
+
+def test_a_decoder_alone_is_told_its_own_padding_and_the_memorys() -> None:
+    model = t5("sdpa").decoder
+    read, written, longest = LOADS["both"]
+    states = torch.randn(len(read), max(FULL), WIDTH)
+    inputs = {"encoder_hidden_states": states, "encoder_attention_mask": mask(read, max(FULL))}
+    with observe(model) as step:
+        with torch.no_grad():
+            model(input_ids=ids(len(written), longest), **inputs)
+        out = model(input_ids=ids(len(written), longest), attention_mask=mask(written, longest), **inputs)
+        out.last_hidden_state.sum().backward()
+    # Without the head and the encoder: with nothing read, an encoder-decoder does the decoder's own part alone.
+    own = needed([0] * len(read), written) - 2 * sum(written) * WIDTH * VOCABULARY
+    keys_and_values = 2 * LAYERS * sum(read) * 2 * WIDTH * WIDTH
+    cross = 2 * LAYERS * 2 * WIDTH * sum(n * d for n, d in zip(read, written, strict=True))
+    assert step.result().forward_flop == pytest.approx(own + keys_and_values + cross)
+
+
 def test_evaluation_with_a_decoder_is_no_training() -> None:
     model, inputs = t5("sdpa"), batch(*LOADS["both"])
     with observe(model) as step:

@@ -48,7 +48,7 @@ class Batch:
     memory: Batch | None = None
     """What an encoder made, where this is the text of a decoder that attends to it."""
     storage: int = 0
-    """Names the tensor that `memory` was read from: encoder and decoder may be equally long."""
+    """Names the tensor that a decoder's memory was read from (encoder and decoder may be equally long); else 0."""
     is_evaluation: bool = False
     """The root was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
@@ -142,6 +142,8 @@ class FrameTracker:
         named = flatten(self._names.bind(args, kwargs))
         batch = read_batch(args, {name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
         batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if batch.memory is not None:
+            batch.memory.is_evaluation = batch.is_evaluation
         if keeps_arguments:
             batch.arguments, batch.autocast = (args, kwargs), active_autocast()
         self.batches.append(batch)
@@ -291,19 +293,19 @@ def _memory(states: Any, kwargs: Mapping[str, Any]) -> Batch | None:
 
 def _decoder_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], around: Batch) -> Batch | None:
     """The text of a decoder, which is told by being given what an encoder made; None for any other module."""
-    if around.memory is not None:
-        return None  # a layer of the decoder
+    states = kwargs.get("encoder_hidden_states", args[1] if "decoder" in name and len(args) > 1 else None)
+    memory = _memory(states, kwargs)
+    if memory is None or around.memory is not None:
+        return None  # no decoder, or a layer of one
     text = read_batch(args, kwargs)
-    if text.length is not None and "decoder" in name and len(args) > 1:
-        text.memory = text.memory or _memory(args[1], kwargs)
-    is_text = around.length is not None or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)
-    if text.memory is None or not is_text:
-        return None
+    if text.length is None or not (around.length or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)):
+        return None  # an image's rows, which attend to a text
+    text.memory = memory
     if text.token_is_real is None and around.decoder_token_is_real is not None:
         text.token_is_real = _real_tokens(around.decoder_token_is_real, text)
-    if text.memory.token_is_real is None and (around.samples, around.length) == _sizes(text.memory):
-        text.memory.token_is_real = around.token_is_real
-    text.is_evaluation = text.memory.is_evaluation = around.is_evaluation
+    if memory.token_is_real is None and around.token_is_real is not None:
+        memory.token_is_real = _real_tokens(around.token_is_real, memory)
+    text.is_evaluation = memory.is_evaluation = around.is_evaluation
     return text
 
 
@@ -313,11 +315,9 @@ def _text_of(tensor: torch.Tensor, outer: Frame) -> Batch:
     if memory is not None:
         is_memory = _is_text(tensor, memory) and (_storage(tensor) == memory.storage or not _is_text(tensor, batch))
         return memory if is_memory else batch
-    return outer.decoder if outer.decoder is not None and _is_text(tensor, outer.decoder) else batch
-
-
-def _sizes(batch: Batch) -> tuple[int, int | None]:
-    return batch.samples, batch.length
+    if outer.decoder is None or batch.storage:  # a part of what projects the memory does not come after the decoder
+        return batch
+    return outer.decoder if _is_text(tensor, outer.decoder) else batch
 
 
 def _storage(tensor: torch.Tensor) -> int:
