@@ -107,6 +107,7 @@ def test_a_change_that_only_the_measured_step_shows_is_counted_for_the_model_as_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(effort, "WATCH_S", 1e9)
+    monkeypatch.setattr(effort, "WATCH_SHARE", 1e-15)
     run = train(tmp_path, freeze_until(4))  # the fourth step is the first to be measured
     assert list(run.column("perf/model_flop")) == [FROZEN] * 3 + [TRAINED] * (NUM_STEPS - 3)
     assert changes(run) == 0  # nothing had been counted before
