@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flopmeter.monitor import TrainingMonitor, effort
-from flopmeter.monitor.measuring import CHANGED
+from flopmeter.monitor.measuring import CHANGED, DIFFERENT
 from flopmeter.monitor.schedule import Schedule
 from flopmeter.record import Run, load_run
 
@@ -45,6 +45,7 @@ def train(
     *,
     num_steps: int = NUM_STEPS,
     mode: str = "smart",
+    measure_every: int | None = None,
 ) -> Run:
     """A loop that calls `change` before each step, with its number."""
     config = {
@@ -55,7 +56,7 @@ def train(
     }  # fmt: skip
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with TrainingMonitor(folder, config, model=model, optimizer=optimizer) as monitor:
+    with TrainingMonitor(folder, config, flops_profile_freq=measure_every, model=model, optimizer=optimizer) as monitor:
         for step in range(1, num_steps + 1):
             change(model, step)
             model(torch.randn(BATCH, FEATURES)).square().mean().backward()
@@ -106,6 +107,7 @@ def test_a_change_that_only_the_measured_step_shows_is_counted_for_the_model_as_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(effort, "WATCH_S", 1e9)
+    monkeypatch.setattr(effort, "WATCH_SHARE", 1e-15)
     run = train(tmp_path, freeze_until(4))  # the fourth step is the first to be measured
     assert list(run.column("perf/model_flop")) == [FROZEN] * 3 + [TRAINED] * (NUM_STEPS - 3)
     assert changes(run) == 0  # nothing had been counted before
@@ -147,3 +149,27 @@ def test_what_is_frozen_within_a_step_is_no_change(tmp_path: Path) -> None:
     run = train(tmp_path, become)
     assert changes(run) == 0
     assert set(run.column("perf/model_flop")) == {FROZEN}
+
+
+def test_steps_of_one_shape_that_differ_have_the_mean_of_those_counted_and_it_is_said_once(tmp_path: Path) -> None:
+    """The first layer is called once or twice, as where layers are dropped at random."""
+
+    class Dropping(Net):
+        calls = 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(sum(self.first(x) for _ in range(self.calls)))
+
+    def become(model: Net, step: int) -> None:
+        model.__class__ = Dropping
+        model.calls = 2 if step == 7 else 1  # type: ignore[assignment]
+
+    run = train(tmp_path, become, measure_every=2, num_steps=11)
+    assert [place + 1 for place, marks in run.marks.items() if "observed" in marks] == [4, 7, 10]
+    twice = TRAINED + 2 * FIRST  # forward, and the weight's gradient
+    flop = list(run.column("perf/model_flop"))
+    assert flop[-1] == pytest.approx((TRAINED + twice + TRAINED) / 3)
+    difference = (twice - TRAINED) / ((TRAINED + twice) / 2)
+    messages = [event["message"] for event in run.named("warning")]
+    assert messages.count(DIFFERENT.format(difference)) == 1
+    assert len(messages) == 1

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from flopmeter.flops.estimate import EstimatePlan
 from flopmeter.flops.executed import Executed, by_kind, kind_of
 from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.varying import Counts
 from flopmeter.flops.workload import Workload, pairs
 
 MAX_KNOWN = 256
@@ -64,6 +65,12 @@ class Predictor:
         self._is_calibrated = is_calibrated
         self._calibrations: dict[frozenset[str], _Calibration] = {}
         self._known: OrderedDict[Workload, Prediction] = OrderedDict()
+        self._counts = Counts()
+
+    @property
+    def difference(self) -> float:
+        """By how much counts of the last counted workload differ, as a share of their mean; 0 where they agree."""
+        return self._counts.difference
 
     def learn(self, count: FlopCount, workload: Workload) -> float | None:
         """Take a counted step; returns the relative error of what had been predicted for it."""
@@ -71,6 +78,7 @@ class Predictor:
         if count.model_flop:
             self.error = predicted / count.model_flop - 1
         if self._is_calibrated:
+            count = self._counts.add(count, workload)
             growth = self._growth(workload)
             others = {kinds: other for kinds, other in self._calibrations.items() if kinds != frozenset(growth)}
             sound = self._with_sound_growth(count, growth)

@@ -36,6 +36,10 @@ MAX_STATES = 8
 MAX_TURNS = 100
 """Changes that are remembered until the steps before them are digested."""
 CHANGED = "what is trained or checkpointed has changed: FLOPs are estimated until a step is measured again"
+DIFFERENT = (
+    "FLOPs differ between steps of the same shape by {:.0%}, as where layers are dropped at random: "
+    "the mean of the measured ones is used"
+)
 _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
     "by_op", "by_module", "growth", "coverage", "uncounted", "method", "convention", "left_out",
@@ -104,6 +108,7 @@ class FlopSource:
         self._turns = [(0, self._stage)]
         self._notes: dict[int, Mapping[str, Any]] = {}
         self._is_watched = True
+        self._has_told_difference = False
         self.mode = self._effective_mode()
         if self.mode == "profiler":
             profiler_guard.watch()
@@ -241,6 +246,10 @@ class FlopSource:
     def _learn(self, stage: _Stage, count: FlopCount, workload: Workload | None) -> float | None:
         error = stage.learn(count, workload)
         self._find_peaks(count)
+        difference = stage.predictor.difference if stage.predictor is not None else 0.0
+        if difference and not self._has_told_difference:
+            self._has_told_difference = True
+            self._event("warning", message=DIFFERENT.format(difference))
         return error
 
     def is_changed(self) -> bool:
