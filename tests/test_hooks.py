@@ -67,6 +67,19 @@ def test_a_watched_model_can_be_made_into_a_cuda_graph(tmp_path: Path) -> None:
     assert torch.cuda.make_graphed_callables is original
 
 
+def test_a_run_that_cannot_begin_does_not_stop_the_forward_pass() -> None:
+    failures: list[str] = []
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    tracker = StepTracker(fail, lambda where, error: failures.append(f"{where}: {error}"), lambda *_, **__: None)
+    for _ in range(3):
+        tracker.on_forward((), {})
+        tracker.on_forward_end()
+    assert failures == ["the start of the run: disk full"]
+
+
 class NoQuery:
     """An event of a stream that is being captured: asking it spoils the capture."""
 

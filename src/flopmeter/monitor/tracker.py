@@ -142,12 +142,15 @@ class StepTracker:
         self.clock.start()
 
     def _begin(self) -> None:
-        self._on_start()
-        if not self._has_begun:
-            self._begin_step()
-        if self.source is not None:
-            self.source.note_autocast()
         self._is_first = False
+        try:
+            self._on_start()
+            if not self._has_begun:
+                self._begin_step()
+            if self.source is not None:
+                self.source.note_autocast()
+        except Exception as error:  # noqa: BLE001 - the model is called all the same
+            self._on_failure("the start of the run", error)
 
     def on_forward_end(self) -> None:
         if not self.num_pauses:
