@@ -129,6 +129,19 @@ def test_tracing_is_no_forward_pass() -> None:
     undo()
 
 
+def test_a_run_that_cannot_begin_does_not_stop_the_forward_pass() -> None:
+    failures: list[str] = []
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    tracker = StepTracker(fail, lambda where, error: failures.append(f"{where}: {error}"), lambda *_, **__: None)
+    for _ in range(3):
+        tracker.on_forward((), {})
+        tracker.on_forward_end()
+    assert failures == ["the start of the run: disk full"]
+
+
 class NoQuery:
     """An event of a stream that is being captured: asking it spoils the capture."""
 

@@ -677,6 +677,7 @@ def test_a_mistake_of_ours_ends_the_measuring_and_not_the_program(
     loop.plain()
     assert caplog.text.count("switched off") == 1
     assert "disk full" in caplog.text
+    assert not loop.model._forward_pre_hooks
 
 
 @pytest.mark.parametrize(

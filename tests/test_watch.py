@@ -158,6 +158,36 @@ def test_passes_without_gradients_in_every_step_are_no_pauses_and_their_flop_is_
     assert run.column("perf/model_flop")[-1] == 5 * LAYER
 
 
+LOGGINGS = {
+    "none": ("", "flopmeter: "),
+    "its own": ("import logging; logging.basicConfig()", "WARNING:flopmeter:"),
+    "its own, set up later": ("", "WARNING:flopmeter:"),
+    "a handler for us": ("import logging; logging.getLogger('flopmeter').addHandler(logging.StreamHandler())", ""),
+    "a handler that keeps us silent": (
+        "import logging; logging.getLogger('flopmeter').addHandler(logging.NullHandler())", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGGINGS)
+def test_a_warning_says_whose_it_is_where_the_program_has_no_logging(tmp_path: Path, name: str) -> None:
+    setup, signature = LOGGINGS[name]
+    code = f"""
+{setup}
+import logging
+from flopmeter import TrainingMonitor
+for _ in range(3):
+    with TrainingMonitor("run", {{"monitoring": {{"sinks": []}}}}) as monitor:
+        monitor.log_step(1)
+    if {name == "its own, set up later"}:
+        logging.basicConfig()
+"""
+    answer = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    message = "run holds a run that has ended; this one is added to it"
+    lines = [line.partition(message)[0] for line in answer.stderr.splitlines() if message in line]
+    assert lines == ([] if signature is None else [signature] * 2)
+
+
 def test_everything_is_taken_away_again(tmp_path: Path) -> None:
     model, loader = make_model(), make_loader()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -89,6 +89,7 @@ def train(
     optimizer = recipe.optimizer(model)
     is_mixed = device.type == "cuda" and recipe.dtype == torch.float32
     with TrainingMonitor(output_dir, config, model=called) as monitor:
+        monitor.is_silent_at_end = True  # the command shows a table
         step, loss = 0, torch.tensor(float("nan"))
         for step, batch in enumerate(_until(seconds, min_steps, monitor.batches(recipe.loader())), start=1):
             with monitor.phase("host_to_device"):

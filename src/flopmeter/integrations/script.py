@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flopmeter.errors import sign_warnings
 from flopmeter.integrations._steps import MAX_STRAY_TURNS
 
 if TYPE_CHECKING:
@@ -41,23 +42,10 @@ def install(settings: str) -> None:
     Args:
         settings: As JSON: `output_dir`, `config` (a mapping) and `is_quiet`.
     """
-    logger.addHandler(_Signed())
+    sign_warnings()
     program = Program(**json.loads(settings))
     program.follow()
     atexit.register(program.finish)
-
-
-class _Signed(logging.StreamHandler):  # type: ignore[type-arg]
-    """Says whose warning it is, where the program has no logging of its own: it has never heard of us."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setLevel(logging.WARNING)
-        self.setFormatter(logging.Formatter("flopmeter: %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers:
-            super().emit(record)
 
 
 class Program:

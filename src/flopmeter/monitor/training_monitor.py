@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.distributed import PATIENCE_S, Ranks
-from flopmeter.errors import ConfigError, FlopmeterError
+from flopmeter.errors import ConfigError, FlopmeterError, sign_warnings
 from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.header import device_name, device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
+from flopmeter.monitor.last_words import last_words
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.ranks import connect_device, join, my_rank, record_path, sink_names
 from flopmeter.monitor.steps import Steps
@@ -42,7 +43,7 @@ from flopmeter.record import RunWriter, has_ended, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import PHASES, RUN_FILE
-from flopmeter.sinks import SinkContext, check_sinks
+from flopmeter.sinks import SinkContext, check_sinks, say_last
 from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
 
@@ -100,6 +101,7 @@ class TrainingMonitor:
         loader: Any = None,
         finds_evaluation: bool = True,
     ) -> None:
+        sign_warnings()
         self.config = MonitorConfig.load(config)
         check_sinks(self.config.sink_names)
         self.output_dir = Path(output_dir)
@@ -125,6 +127,9 @@ class TrainingMonitor:
             self._tracker, self._effort, self._datasets, self.config.details_every, self._put, self._note_failure
         )
         self._hooks.on_graphing = self._steps.discard_measurement
+        self.is_silent_at_end = False
+        """Whether somebody else says what was found, instead of a line where the console shows the steps."""
+        self._report: Path | None = None
         self._num_failures = 0
         self._state = "new"
         self._early: list[Log] = []
@@ -422,6 +427,10 @@ class TrainingMonitor:
             return {}
         return summarise(run.columns, [place for place in run.steady() if place >= run.starts[-1]])
 
+    def detach(self) -> None:
+        """Take all hooks away: a run that could not begin has nothing more to do with the loop."""
+        self._hooks.remove()
+
     def latest(self, wait_s: float = 0.0) -> dict[str, float]:
         """`perf/*` over the steps since the last call, as far as they are digested; empty when none are.
 
@@ -462,7 +471,7 @@ class TrainingMonitor:
         """End everything, each part for itself: whatever fails, the hooks are gone and the record is on disk."""
         parts = (
             self._hooks.remove, self._tracker.end_evaluation, self._stop_measuring, self._steps.flush,
-            self._tell_last, self._close_record, self._leave_pages,
+            self._tell_last, self._close_record, self._leave_pages, self._say_result,
         )  # fmt: skip
         for part in parts:
             self._guarded(part)
@@ -513,7 +522,16 @@ class TrainingMonitor:
             run = load_run(self.run_path)
             write_training_log(run, self.log_path)
             if self.config.monitoring.report:
-                leave_report(run)
+                self._report = leave_report(run)
+
+    def _say_result(self) -> None:
+        """One line where a sink is for people to read."""
+        if self.is_silent_at_end or self._rank != 0 or not self.num_steps or not self.run_path.exists():
+            return
+        place = f"run: {self.output_dir}" if self._report is None else f"report: {self._report}"
+        why_unknown = "" if self._model is not None else "no model was named"
+        words = last_words(self._last_summary, self.num_steps, place, why_unknown=why_unknown)
+        say_last(self.config.sink_names, f"flopmeter: {words}")
 
     def _event(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
         """Write an event to the record; its `metrics` are what the sinks get of it."""

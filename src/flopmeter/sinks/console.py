@@ -35,25 +35,32 @@ class Sink:
         self._last_s = 0.0
         self._is_line_open = False
         self._since = Means()
+        self._unshown: tuple[int, Mapping[str, float]] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in the step, and show it unless another line was written a moment ago."""
         now_s = self._now_s()
         self._since.add(metrics)
+        self._unshown = step, metrics
         if self._first_s is None:
             self._first_s = now_s
         elif now_s - self._last_s < self._interval_s(now_s - self._first_s):
             return
         self._last_s = now_s
-        means, self._since = self._since.compute(), Means()
-        self._write(format_line(step, {**metrics, **means}, self._width()))
+        self._show(step, metrics)
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """Leave the last line standing, with the last step in it."""
         if self._is_line_open:
+            if self._unshown is not None:
+                self._show(*self._unshown)
             self._stream.write("\n")
             self._stream.flush()
             self._is_line_open = False
+
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+        means, self._since, self._unshown = self._since.compute(), Means(), None
+        self._write(format_line(step, {**metrics, **means}, self._width()))
 
     def _interval_s(self, run_s: float) -> float:
         if self._is_terminal:
@@ -98,6 +105,11 @@ class Means:
         """What is known of each."""
         result = {key: total / wall_s for key, (total, wall_s) in self._sums.items() if wall_s > 0}
         return {**result, "perf/step_time": self._wall_s / self._num_steps} if self._num_steps else result
+
+
+def say_last(line: str) -> None:
+    """The run's closing line, below the last step."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def format_line(step: int, metrics: Mapping[str, float], width: int | None = None) -> str:
