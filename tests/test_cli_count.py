@@ -244,6 +244,14 @@ def test_a_failure_is_one_line_and_exit_code_1() -> None:
     assert stderr.count("\n") == 1
 
 
+def test_a_folder_without_a_model_is_said_to_be_one(tmp_path: Path) -> None:
+    exit_code, stderr = complaint(str(tmp_path))
+
+    assert exit_code == 2
+    assert stderr.startswith(f"flopmeter: error: {tmp_path} holds no model (no config.json): ")
+    assert "Errno" not in stderr
+
+
 def test_wrong_use_is_one_line_and_exit_code_2() -> None:
     exit_code, stderr = complaint("x:y --by modul")
 

@@ -117,8 +117,11 @@ def test_tracing_is_no_forward_pass() -> None:
         def on_forward_end(self) -> None:
             calls.append("end")
 
-        def on_evaluation(self) -> None:
+        def on_evaluation(self, *, is_training: bool) -> None:
             calls.append("evaluation")
+
+        def on_evaluation_end(self) -> None:
+            calls.append("evaluation end")
 
     model = nn.Linear(4, 4)
     undo = attach_forward(model, Listener())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flopmeter.compare import SMALLEST
 from flopmeter.text import amount, clean, percent, plain, points, seconds, utilisation
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def verdict_text(change: Change | None) -> str:
     """What the change amounts to, in a word or two; nothing where that cannot be told."""
     if change is None or change.is_beyond_noise is None:
         return ""
-    if not change.value:
+    if abs(change.value) < SMALLEST:
         return "same"
     if not change.is_beyond_noise:
         return "within noise"
