@@ -269,3 +269,28 @@ def test_a_phase_that_the_loop_names_is_marked_on_the_device(tmp_path: Path, mon
     monitor.finish_training()
     (event, *_) = [event for event in load_run(tmp_path).events if event["event"] == "device_time"]
     assert event["device_s"]["optimizer"] == pytest.approx(3 * MS, rel=0.02)
+
+
+def test_steps_that_the_device_finishes_while_the_last_numbers_come_are_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = SimulatedDevice()
+    monkeypatch.setattr(
+        "flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated, num_events=256)
+    )
+    model = Simulated(simulated, num_kernels=10, kernel_s=50 * US)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+    flush = monitor._steps.flush
+
+    def flush_slowly() -> None:
+        simulated.stream.synchronize()
+        flush()
+
+    monkeypatch.setattr(monitor._steps, "flush", flush_slowly)
+    for _ in range(10):  # all in the device's queue when the loop is over
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    monitor.finish_training()
+    (event,) = [event for event in load_run(tmp_path).events if event["event"] == "device_time"]
+    assert event["num_steps"] == 10 - len(load_run(tmp_path).marks)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.formulas import _registry, formula
 from flopmeter.flops.observe import ObservedStep, observe
+from flopmeter.flops.pairs import sum_dtype
 
 ROWS, WIDTH = 4, 8
 UNIT = 2 * ROWS * WIDTH * WIDTH
@@ -452,3 +453,8 @@ def test_what_was_observed_dies_without_a_garbage_collection() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_pairs_are_added_up_in_what_the_device_has() -> None:
+    assert sum_dtype(torch.device("mps")) == torch.float32  # which has no float64
+    assert sum_dtype(torch.device("cuda", 0)) == sum_dtype(torch.device("cpu")) == torch.float64

@@ -21,9 +21,9 @@ from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import IN_STEP, StepTracker
 from flopmeter.monitor.workloads import Seen, WorkloadReader, resolve
-from flopmeter.timing import split
+from flopmeter.timing import FORWARD, split
 from flopmeter.timing.late import LateNumber
-from simulated_device import UNKNOWN, Queue
+from simulated_device import UNKNOWN, Host, Queue
 
 
 class Loop:
@@ -394,6 +394,22 @@ def test_what_never_comes_is_unknown_at_the_end(monkeypatch: pytest.MonkeyPatch)
     taken = loop.records[1].datasets
     assert taken is not None
     assert dataset_values(taken) == {"dataset/web/samples": 2}
+
+
+@pytest.mark.parametrize(("step_s", "waits_s"), [(0.1, 1.0), (2.0, 8.0), (60.0, 10.0)])
+def test_the_last_numbers_are_waited_for_as_long_as_steps_take(
+    step_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Host()
+    monkeypatch.setattr("flopmeter.monitor.steps.monotonic", lambda: clock.now_s)
+    monkeypatch.setattr("flopmeter.monitor.steps.sleep", clock.work)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    loop = Loop()
+    values = {"step": 1, "loss": LateNumber(torch.zeros(()), Event(), []), "grad_norm": None}
+    loop.steps._pending.append(StepRecord(0, 0.0, (0, FORWARD, round(step_s * 1e9)), values=values))
+    loop.steps.flush()
+    assert clock.now_s == pytest.approx(waits_s, abs=0.01)
+    assert math.isnan(loop.records[0].values["loss"])
 
 
 def test_a_device_that_fails_leaves_the_step_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ def check() -> Result:
         stated = peak_flops("cpu", "fp32")
         says = f"not measured, because torch is not installed; {stated.device}, fp32: {rate(stated.flop_per_s)}"
         return Result(standing="falls back", says=says, figures={"peak_flop_per_s": stated.flop_per_s})
-    from flopmeter.doctor._trial import device_at_hand
+    from flopmeter.doctor._trial import device_at_hand, matmul_dtype
 
     device = device_at_hand()
-    dtype = "fp32" if device.type == "cpu" else "bf16"
+    dtype = matmul_dtype(device)
     measured = measure_peak(device, dtype, SWEEP_S)
     try:
         peak = peak_flops(device, dtype, may_initialise=True)

@@ -20,7 +20,7 @@ from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
-from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, unmasked_share
+from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, sum_dtype, unmasked_share
 from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.repeats import Repeats
 
@@ -328,7 +328,7 @@ def _flex_pairs(bound: Mapping[str, Any]) -> Pairs | None:
 
 
 def _share(allowed: torch.Tensor) -> torch.Tensor:
-    return allowed.sum(dtype=torch.float64) / max(allowed.numel(), 1)
+    return allowed.sum(dtype=sum_dtype(allowed.device)) / max(allowed.numel(), 1)
 
 
 def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -138,7 +138,12 @@ def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.
     if query_is_real is not None and query_is_real.shape[1] == num_queries:
         kept = kept & query_is_real.to(kept.device)[:, None, :, None]
     kept = kept.expand(*kept.shape[:-2], num_queries, num_keys)
-    return kept.sum(dtype=torch.float64) / max(kept.numel(), 1)
+    return kept.sum(dtype=sum_dtype(kept.device)) / max(kept.numel(), 1)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What pairs are added up in: as many digits as the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

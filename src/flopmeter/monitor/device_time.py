@@ -93,6 +93,7 @@ class DeviceTime:
 
     def close(self) -> None:
         """The run is over."""
+        self.take_finished(0)
         self.report()
         if self.waits is not None:
             self.waits.detach()

@@ -19,10 +19,13 @@ from flopmeter.monitor.digest import NOTHING, StepRecord, copied_to_host
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
+from flopmeter.timing import split
 from flopmeter.timing.late import POLL_S, HostCopies, give_back
 
-PATIENCE_S = 1.0
-"""What the device is given at the end of the run to deliver the last numbers."""
+PATIENCE_S, MAX_PATIENCE_S = 1.0, 10.0
+"""What the device is given at the end of the run to deliver the last numbers, at least and at most."""
+PATIENCE_STEPS = 4
+"""In between, so many times what the longest of the last steps took: a device may be some steps behind."""
 LOOK_AGAIN = 8
 """Steps until a measurement that was due and did not begin is tried again; in estimate mode none ever does."""
 
@@ -148,7 +151,8 @@ class Steps:
         if self._ended is not None:
             self._ended.values = self._ended.values or self._values
             self._complete(self._ended)
-        deadline_s = monotonic() + PATIENCE_S
+        step_s = max((split(record.clock).step_ns / 1e9 for record in self._pending), default=0.0)
+        deadline_s = monotonic() + max(PATIENCE_S, min(PATIENCE_STEPS * step_s, MAX_PATIENCE_S))
         while self._pending:
             record = self._pending.popleft()
             while not (is_ready := record.is_ready()) and monotonic() < deadline_s:

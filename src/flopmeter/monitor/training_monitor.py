@@ -471,7 +471,7 @@ class TrainingMonitor:
         """End everything, each part for itself: whatever fails, the hooks are gone and the record is on disk."""
         parts = (
             self._hooks.remove, self._tracker.end_evaluation, self._stop_measuring, self._steps.flush,
-            self._tell_last, self._close_record, self._leave_pages, self._say_result,
+            self._close_timeline, self._tell_last, self._close_record, self._leave_pages, self._say_result,
         )  # fmt: skip
         for part in parts:
             self._guarded(part)
@@ -487,9 +487,11 @@ class TrainingMonitor:
         self._tracker.workloads = None
         if self._tracker.source is not None:
             self._tracker.source.stop()
+        self._effort.sampling.close()
+
+    def _close_timeline(self) -> None:
         if self._tracker.device_time is not None:
             self._tracker.device_time.close()
-        self._effort.sampling.close()
 
     def _tell_last(self) -> None:
         """What is known only when every step is digested."""
@@ -560,6 +562,7 @@ class TrainingMonitor:
         if self._num_failures >= MAX_FAILURES:
             self._steps.switch_off()
             self._guarded(self._stop_measuring)
+            self._guarded(self._close_timeline)
             off = "; monitoring is now off"
         logger.warning("%s failed (%s: %s); training goes on%s", where, type(error).__name__, error, off)
 
