@@ -70,7 +70,8 @@ def _install(settings: str) -> None:
 
         install(settings)
     except Exception as error:  # noqa: BLE001 - the program comes first
-        print(f"flopmeter: not measured: {type(error).__name__}: {error}", file=sys.stderr)
+        if sys.stderr is not None:  # print would take stdout instead
+            print(f"flopmeter: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _leave_no_trace() -> None:
@@ -94,7 +95,7 @@ def _run_the_other_one() -> None:
 
 
 def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int) -> None:
-    if finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0":
+    if finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
         return
     import json
 
