@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -258,6 +259,39 @@ def test_no_frame_of_ours_is_in_a_traceback_of_a_measured_program(tmp_path: Path
     assert ours == python("train.py", cwd=tmp_path)
     assert [word in ours[2] for word in ("sample 60", "ArithmeticError", "_scale is None", "end")] == [True] * 4
     assert load_run(tmp_path / "record").step[-1] == 15
+
+
+PLAIN = """
+import os, signal, sys
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(num_steps):
+    for _ in range(num_steps):
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+train(12)
+"""
+
+
+def test_ctrl_c_during_the_training_is_still_death_by_that_signal(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN + "os.kill(os.getpid(), signal.SIGINT)")
+    ours = flopmeter_run("--quiet", "-o", "record", "train.py", cwd=tmp_path)
+    assert ours == python("train.py", cwd=tmp_path)
+    assert ours[0] == -signal.SIGINT
+    assert load_run(tmp_path / "record").summary["failure"] == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(("closed", "program"), [("1", PLAIN), ("2", PLAIN), ("2", "")])
+def test_a_program_runs_with_its_output_closed(tmp_path: Path, closed: str, program: str) -> None:
+    (tmp_path / "train.py").write_text(f"{program}\nprint('done', flush=True)")
+    command = f'"{sys.executable}" -m flopmeter run -o record train.py {closed}>&-'
+    answer = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == ("done\n" if closed == "2" else "")
+    assert (tmp_path / "record").exists() == bool(program)
 
 
 def test_switched_off_there_is_no_record(tmp_path: Path) -> None:

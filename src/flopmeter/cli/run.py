@@ -110,8 +110,9 @@ def _interpreter_options(original: list[str], arguments: list[str]) -> list[str]
 
 def _become(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     """From here on this process is the program: its signals, exit code, input and output are its own."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as it is where it was closed: `2>&-`
+            stream.flush()
     if os.name == "posix":
         os.execve(arguments[0], arguments, environment)
     sys.exit(subprocess.call(arguments, env=environment))

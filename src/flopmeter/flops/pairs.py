@@ -108,7 +108,7 @@ def unmasked_share(
     seen = torch.full((num_queries,), num_keys, device=query_is_real.device)
     if is_causal:
         seen = torch.arange(1, num_queries + 1, device=query_is_real.device).clamp(max=num_keys)
-    return (query_is_real * seen).sum(dtype=torch.float64) / max(query_is_real.numel() * num_keys, 1)
+    return (query_is_real * seen).sum(dtype=sum_dtype(seen.device)) / max(query_is_real.numel() * num_keys, 1)
 
 
 def allowed_by(mask: torch.Tensor) -> torch.Tensor:

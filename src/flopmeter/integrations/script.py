@@ -62,6 +62,7 @@ class Program:
         self._session: Session | None = None
         self._num_records = 0
         self._num_missed = 0
+        self._has_more = False
         self._is_idle = False
         self._last_words = ""
         self._undo: list[Callable[[], None]] = []
@@ -85,17 +86,21 @@ class Program:
         """The program is over: close the record, and say in one line what was found."""
         if os.getpid() != self._pid:
             return
+        self._is_idle = True  # a thread that still trains begins nothing from here on
         for undo in self._undo:
             undo()
         if self._session is not None:
             self._last_words = self._session.finish()
         said = self._last_words or f"nothing to measure: {self._reason}"
         if self._num_records > 1:
-            said += f" (the last of {self._num_records} trainings)"
+            beyond = "; those after it were not measured" if self._has_more else ""
+            said += f" (the last of {self._num_records} trainings{beyond})"
         has_failed = hasattr(sys, "last_type")  # python has told of it: that is why there is nothing
         is_said = not self._is_quiet and bool(self._last_words or not has_failed)
-        if is_said and os.environ.get("RANK", "0") == "0":
+        if is_said and os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
             print(f"flopmeter: {said}", file=sys.stderr)
+        if self._num_records:
+            import_module("flopmeter.monitor.ending").keep_interrupt()
 
     def _is_ours(self) -> bool:
         """Not a forked worker, and not a thread beside the one that trains."""
@@ -135,7 +140,8 @@ class Program:
         is_measured = _is_measured_already()
         if is_measured:
             self._reason = "the program uses flopmeter itself"
-        self._is_idle = is_measured or self._num_records >= MAX_RECORDS
+        self._has_more = self._num_records >= MAX_RECORDS
+        self._is_idle = is_measured or self._has_more
         if self._is_idle:
             return
         _import_apart("flopmeter.integrations._session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
+from flopmeter.monitor.ending import keep_interrupt, unhandled
 from flopmeter.monitor.header import device_name, device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.last_words import last_words
@@ -577,8 +577,9 @@ def _finish_at_exit(monitor: TrainingMonitor) -> Callable[[], None]:
     def finish() -> None:
         alive = reference()
         if alive is not None and alive._state == "running" and os.getpid() == pid:
-            error = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)  # what the interpreter ended with
+            error = unhandled()
             alive._failure = error.__name__ if error is not None else None
             alive.finish_training()
+            keep_interrupt()
 
     return atexit.register(finish)

@@ -70,7 +70,8 @@ def _install(settings: str) -> None:
 
         install(settings)
     except Exception as error:  # noqa: BLE001 - the program comes first
-        print(f"flopmeter: not measured: {type(error).__name__}: {error}", file=sys.stderr)
+        if sys.stderr is not None:  # print would take stdout instead
+            print(f"flopmeter: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _leave_no_trace() -> None:
@@ -104,7 +105,9 @@ def _has_failed(is_module: bool) -> bool:
 
 
 def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int, is_module: bool) -> None:
-    if finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0" or _has_failed(is_module):
+    if sys.stderr is None or finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0":
+        return
+    if _has_failed(is_module):
         return
     import json
 
