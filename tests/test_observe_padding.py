@@ -157,7 +157,8 @@ class Tagger(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         x = self.layer(self.embedding(input_ids))
         if self.attention in ("full", "causal"):
-            return F.scaled_dot_product_attention(x, x, x, is_causal=self.attention == "causal").sum()
+            heads = x[:, None]
+            return F.scaled_dot_product_attention(heads, heads, heads, is_causal=self.attention == "causal").sum()
         if self.attention == "products":
             return (x.bmm(x.transpose(1, 2)).softmax(-1).bmm(x)).sum()
         return x.sum()
