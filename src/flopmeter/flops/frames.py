@@ -19,6 +19,7 @@ from torch._C._autograd import _get_sequence_nr
 
 from flopmeter.flops.arguments import CallNames, flatten
 from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.flops.workload import real_tokens
 
 logger = logging.getLogger("flopmeter")
 
@@ -269,17 +270,12 @@ def active_autocast() -> tuple[str, torch.dtype] | None:
 
 
 def _real_tokens(mask: Any, batch: Batch | None = None) -> torch.Tensor | None:
-    """Where a mask of (samples, length) is not 0, which may also number packed sequences; it may hold any dtype.
-
-    One without a positive number is to be added to scores: there 0 stands for a real token. No value is read here.
-    """
+    """Where a mask of (samples, length) has a token; None where it is no such mask. No value is read here."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_meta:
         return None
     if batch is not None and tuple(mask.shape) != (batch.samples, batch.length):
         return None
-    if not mask.is_floating_point():
-        return mask.bool()
-    return torch.where((mask > 0).any(), mask != 0, mask == 0)
+    return real_tokens(mask)
 
 
 def _memory(states: Any, kwargs: Mapping[str, Any]) -> Batch | None:
