@@ -153,6 +153,10 @@ def test_the_modules_of_a_tree_add_up_to_their_parents(ordinary: Run) -> None:
         assert not children or sum(children) == pytest.approx(nodes[name]["flop"])
 
 
+def test_a_treemap_hides_what_is_too_small_to_read(ordinary: Run) -> None:
+    assert figures_of(facts_of(ordinary))["modules"]["layout"]["uniformtext"] == {"minsize": 10, "mode": "hide"}
+
+
 def test_modules_too_small_to_see_are_merged(tmp_path: Path) -> None:
     many = {f"layers.{place}": 1.0 for place in range(10_000)} | {"head": 90_000.0, "layers.big": 10_000.0}
     run = run_of(tmp_path, runs.header(), runs.step(1), runs.count(1, by_module=many, model_flop=110_000.0))

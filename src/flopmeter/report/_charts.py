@@ -92,7 +92,9 @@ def _horizontal(bars: list[dict[str, Any]], title: str) -> Figure:
     }
     layout = {
         "height": 90 + 34 * len(bars),
-        "xaxis": {"title": {"text": title}, "range": [0, 112], "ticksuffix": " %", "fixedrange": True},
+        # Room for the words behind the longest bar, in pixels: they are as long on a narrow page as on a wide one.
+        "margin": {"r": 72},
+        "xaxis": {"title": {"text": title}, "range": [0, 101], "ticksuffix": " %", "fixedrange": True},
         # Places and not names: two names may be cut to the same text.
         "yaxis": {
             "tickvals": list(range(len(bars))),
@@ -251,7 +253,12 @@ def modules_figure(work: dict[str, Any] | None) -> Figure | None:
         "pathbar": {"visible": True},
         "tiling": {"pad": 2},
     }
-    return {"data": [trace], "layout": {"height": 440, "margin": {"t": 30, "l": 4, "r": 4, "b": 4}}}
+    layout = {
+        "height": 440,
+        "margin": {"t": 30, "l": 4, "r": 4, "b": 4},
+        "uniformtext": {"minsize": 10, "mode": "hide"},  # text too small to read would only look like dirt
+    }
+    return {"data": [trace], "layout": layout}
 
 
 def _depth_colour(node_id: str) -> str:
