@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 
 def unhandled() -> type[BaseException] | None:
@@ -18,7 +19,5 @@ def keep_interrupt() -> None:
     """
     error = unhandled()
     if error is not None and issubclass(error, KeyboardInterrupt):
-        try:
+        with suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")
-        except KeyboardInterrupt:
-            pass
