@@ -238,3 +238,55 @@ print(json.dumps([events, recording.was_cut_short, torch._C._autograd._profiler_
 """
     )
     assert (events, was_cut_short, is_on, blocker) == (0, True, False, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is mended")
+def test_a_child_that_is_forked_after_a_profile_ends_as_it_wants_to() -> None:
+    answer = output_of("""
+        import os, time
+        recording = Recording()
+        recording.start()
+        step()
+        recording.stop()
+
+        def status_of(child):
+            for _ in range(300):
+                found, status = os.waitpid(child, os.WNOHANG)
+                if found:
+                    return os.waitstatus_to_exitcode(status)
+                time.sleep(0.1)
+            os.kill(child, 9)
+            return "hangs"
+
+        def forked(code):
+            sys.stdout.flush()
+            child = os.fork()
+            if not child:
+                sys.exit(code)
+            return status_of(child)
+
+        codes = [forked(code) for code in (0, 3)]
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            step()
+            sys.exit(forked(4))  # a child's child
+        print(json.dumps([*codes, status_of(child)]))
+        """)
+    assert answer == [0, 3, 4]
+
+
+def test_what_a_forked_child_prints_arrives() -> None:
+    done = run("""
+        import ctypes, os
+        recording = Recording()
+        recording.start()
+        recording.stop()
+        child = os.fork()
+        if not child:
+            print("from Python")
+            ctypes.CDLL(None).puts(b"from C")  # in a buffer that Python knows nothing of
+            sys.exit(0)
+        os.waitpid(child, 0)
+        """)
+    assert sorted(done.stdout.split("\n")) == ["", "from C", "from Python"]

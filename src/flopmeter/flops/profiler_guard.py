@@ -8,9 +8,11 @@ when it is prepared, ours starts only when there is none, and ends at once when 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,6 +107,7 @@ class Recording:
                 _sessions.own = self.profiler = None
                 raise CountError(f"torch's profiler does not start: {error}") from error
             atexit.register(self._stop_at_exit)
+            _let_children_end()
 
     def stop(self) -> list[Any]:
         """End the session and hand out its raw events; empty when it was cut short or has ended before."""
@@ -212,6 +215,29 @@ def blocker() -> str | None:
     if tool is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return f"another tool may be using CUPTI ({tool} is set)"
     return None
+
+
+_children_can_end = False
+
+
+def _let_children_end() -> None:
+    """Once a profiler has run, a child that is forked and ends by `exit` waits for ever, or aborts: mend that.
+
+    Kineto waits there for a thread of its own, which a fork does not copy. So a child leaves before that: handlers of
+    `exit` run in reverse order, ours after all that the child has registered and before what the parent had.
+    """
+    global _children_can_end
+    libc = ctypes.CDLL(None) if sys.platform == "linux" and not _children_can_end else None
+    _children_can_end = True
+    if libc is None or not all(hasattr(libc, name) for name in ("on_exit", "fcloseall")):
+        return  # only glibc tells a handler the exit code
+    leave, close_files = (ctypes.cast(function, ctypes.c_void_p) for function in (libc._exit, libc.fcloseall))
+
+    def leave_early() -> None:
+        libc.on_exit(leave, None)
+        libc.on_exit(close_files, None)
+
+    os.register_at_fork(after_in_child=leave_early)
 
 
 @contextmanager
