@@ -25,7 +25,14 @@ from torch.optim.lr_scheduler import StepLR
 from flopmeter import Run, TrainingMonitor, load_run
 from flopmeter.integrations._models import Calls, key_of, live, owners, parameters_of
 from flopmeter.integrations._session import Session
-from flopmeter.integrations._steps import LEARNING_TURNS, MAX_STRAY_TURNS, PATIENCE_TURNS, CycleLearner, StepRule
+from flopmeter.integrations._steps import (
+    LEARNING_TURNS,
+    MAX_STRAY_TURNS,
+    MAX_TURNS_APART,
+    PATIENCE_TURNS,
+    CycleLearner,
+    StepRule,
+)
 from flopmeter.integrations.script import Program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -411,6 +418,27 @@ def test_optimizers_that_fit_no_cycle_mean_that_something_else_is_trained() -> N
     assert rule.is_lost
 
 
+def test_one_that_joins_in_means_that_we_look_again_and_one_that_seldom_does_means_nothing() -> None:
+    for every, is_lost in ((1, True), (3, True), (20, False)):
+        rule = StepRule({"A"})
+        for index in range(20 * MAX_STRAY_TURNS):
+            assert rule.ends_at("A", has_forward=True)
+            if index % every == 0:
+                rule.ends_at("other", has_forward=True)
+        assert rule.is_lost == is_lost
+        assert rule.num_missed == 0
+
+
+def test_one_of_a_cycle_that_goes_on_alone_far_longer_than_ever_means_that_the_cycle_is_over() -> None:
+    for longest, limit in ((5, MAX_TURNS_APART), (100, 800)):
+        rule = StepRule({"D", "G"}, longest)
+        for _ in range(2):
+            assert [rule.ends_at(key, has_forward=True) for key in "D" * (limit - 1) + "G"][-1]
+        assert not rule.is_lost
+        assert not any(rule.ends_at("D", has_forward=True) for _ in range(limit))
+        assert (rule.is_lost, rule.num_missed) == (True, limit - 1)
+
+
 def test_a_stray_step_now_and_then_means_nothing() -> None:
     rule = StepRule({"A"})
     for _ in range(MAX_STRAY_TURNS * 2):
@@ -443,6 +471,16 @@ def test_the_cycle_is_learned_from_the_first_turns(name: str) -> None:
             learner.note(key)
     assert learner.cycle == (None if cycle is None else set(cycle))
     assert learner.num_steps == num_steps
+    assert learner.longest_turns == (5 if name == "five to one" else 1) or cycle is None
+
+
+def test_without_any_forward_pass_each_turn_counts() -> None:
+    learner = CycleLearner({"A"})
+    for _ in range(3):
+        learner.note("A")
+    assert (learner.cycle, learner.num_steps) == ({"A"}, 3)
+    learner.note_forward()
+    assert learner.num_steps == 0  # they were one step, in the middle of which we came
 
 
 # Each case that a loop can be, with real optimizers. The model is one square layer without bias.
@@ -534,6 +572,16 @@ class Loop:
 
         self.optimizer = Wrapper(self.optimizer)
         self.plain()
+
+    def new_optimizer_every_third_step(self) -> None:
+        self.new_optimizer_every_step(every=3)
+
+    def new_optimizer_every_step(self, every: int = 1) -> None:
+        for index in range(STEPS):
+            if index % every == 0:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+            self.backward()
+            self.optimizer.step()
 
     def in_backward(self) -> None:
         optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in self.model.parameters()}
@@ -656,6 +704,65 @@ def test_something_else_that_is_trained_later_has_a_record_of_its_own(measure: A
     second = load_run(tmp_path / "record-2")
     assert second.step[-1] == 2 * STEPS
     assert second.column("perf/model_flop")[-1] == 4 * LAYER
+
+
+def test_a_loop_that_calls_no_module_has_its_steps_timed(measure: Any) -> None:
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+
+    def train() -> None:
+        for _ in range(LEARNING_TURNS + 5):
+            (torch.ones(BATCH, WIDTH) @ weight).square().mean().backward()
+            optimizer.step()
+
+    run = measure(train)
+    assert list(run.step) == [LEARNING_TURNS + n for n in range(1, 6)]
+    assert all(step_s > 0 for step_s in run.column("perf/step_time"))
+    assert "perf/model_flop" not in run.columns
+
+
+class Pair:
+    """Two networks, each with its optimizer."""
+
+    def __init__(self) -> None:
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.first, self.second)]
+
+    def step_first(self) -> None:
+        self.first(torch.ones(BATCH, WIDTH)).square().mean().backward()
+        self.optimizers[0].step()
+
+    def step_second(self) -> None:
+        self.second(self.first(torch.ones(BATCH, WIDTH)).detach()).square().mean().backward()
+        self.optimizers[1].step()
+
+
+def test_an_optimizer_that_goes_on_alone_is_measured_anew(measure: Any, tmp_path: Path) -> None:
+    pair, num_alone = Pair(), MAX_TURNS_APART + 20
+
+    def train() -> None:
+        for _ in range(STEPS):
+            pair.step_first()
+            pair.step_second()
+        for _ in range(num_alone):
+            pair.step_first()
+
+    assert measure(train).step[-1] == STEPS
+    assert load_run(tmp_path / "record-2").step[-1] == num_alone
+
+
+def test_a_network_that_joins_later_is_counted(measure: Any, tmp_path: Path) -> None:
+    pair = Pair()
+
+    def train() -> None:
+        for index in range(40):
+            pair.step_first()
+            if index >= 15:
+                pair.step_second()
+
+    measure(train)
+    # First: forward and weights. Second: forward of both, and the second's weights.
+    assert load_run(tmp_path / "record-2").column("perf/model_flop")[-1] == 5 * LAYER
 
 
 def test_a_compiled_model_is_found_by_its_wrapper_and_stays_compiled(measure: Any) -> None:

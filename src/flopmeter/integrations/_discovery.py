@@ -41,6 +41,11 @@ class Discovery:
         return self._learner.cycle or frozenset()
 
     @property
+    def longest_turns(self) -> int:
+        """Most turns that one optimizer had within a step."""
+        return self._learner.longest_turns
+
+    @property
     def num_steps(self) -> int:
         """Steps that the loop has done up to now."""
         return self._num_missed + self._learner.num_steps

@@ -21,7 +21,7 @@ class Keeper(Protocol):
     """Whoever holds the session."""
 
     def guarded(self, action: Callable[[_T], None], argument: _T) -> None: ...
-    def start_anew(self) -> None: ...
+    def start_anew(self, num_missed: int) -> None: ...
 
 
 class Session:
@@ -36,7 +36,7 @@ class Session:
         """Gives the optimizer that was last to tell of its step by a hook of its own, and does not keep it alive."""
         self._keeper = keeper
         self._is_over = False
-        self._rule = StepRule(found.cycle)
+        self._rule = StepRule(found.cycle, found.longest_turns)
         self._num_before = found.num_steps
         self._has_models = bool(found.models)
         self._monitor = TrainingMonitor(output_dir, config)
@@ -76,15 +76,14 @@ class Session:
             self._loaders.on_step()
         self._marks.on_optimizer_end(is_step_over=is_over)
         if self._rule.is_lost:
-            self._keeper.start_anew()
+            self._keeper.start_anew(self._rule.num_missed)
 
     def on_any_optimizer(self, optimizer: Any, *, is_in_backward: bool) -> None:
-        """Some optimizer has stepped; those that are followed have told already."""
+        """Some optimizer is about to step. A new one, perhaps for the same parameters, will tell of it by itself."""
         if is_in_backward:
             if IN_BACKWARD in self._rule.cycle:
                 self._marks.on_optimizer_in_backward()
-        elif optimizer not in self._followed:  # a new one, perhaps for the same parameters
-            self._rule.note_stray(key_of(optimizer))
+        elif optimizer not in self._followed:
             self._follow(optimizer)
 
     def on_skipped(self, optimizer: Any) -> None:

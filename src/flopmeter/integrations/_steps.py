@@ -22,19 +22,34 @@ MAX_STRAY_TURNS = 8
 """Steps of one optimizer that fit no cycle before we conclude that the program now trains something else."""
 
 
+MAX_TURNS_APART = 64
+"""Turns of one optimizer without one of another before we conclude that the other has been given up."""
+MAX_TIMES_LONGER = 8
+"""The same, as a multiple of the most turns that one had when the cycle was learned."""
+
+MAX_STEPS_A_JOIN = 4
+"""An optimizer that joins in has a turn in so many steps. More seldom, it might not be learned when we look again."""
+
+
 class StepRule:
     """Tells from what the loop does when a step is over.
 
     Args:
         cycle: Keys of the optimizers that make up a step.
+        longest_turns: Most turns that one of them was seen to have within a step.
     """
 
-    def __init__(self, cycle: Collection[Hashable]) -> None:
+    def __init__(self, cycle: Collection[Hashable], longest_turns: int = 1) -> None:
         self.cycle = frozenset(cycle)
         self.is_lost = False
-        """Whether optimizers step that have nothing to do with what was learned."""
-        self._stepped: set[Hashable] = set()
+        """Whether what was learned no longer holds: optimizers step that have nothing to do with it, or join in."""
+        self.num_missed = 0
+        """Steps in no record by then, the last one left out."""
+        self._max_turns = max(MAX_TURNS_APART, MAX_TIMES_LONGER * longest_turns)
+        self._turns: Counter[Hashable] = Counter()
         self._strays: Counter[Hashable] = Counter()
+        self._joining: dict[Hashable, list[int]] = {}
+        """Optimizers with forward passes of their own between our steps: their turns, and our steps since the first."""
 
     def ends_at(self, key: Hashable, *, has_forward: bool) -> bool:
         """An optimizer has had its turn: is the step over?
@@ -43,20 +58,35 @@ class StepRule:
             has_forward: Whether there was a forward pass of training since the last step ended.
         """
         if key not in self.cycle or not has_forward:
-            self.note_stray(key)
+            self._note_stray(key, has_forward=has_forward)
             return False
-        self._stepped.add(key)
-        if self._stepped != self.cycle:
+        self._turns[key] += 1
+        if self._turns.keys() != self.cycle:
+            if self._turns[key] >= self._max_turns:
+                self._lose(self._turns[key] - 1)
             return False
-        self._stepped.clear()
+        self._turns.clear()
         self._strays.clear()
-        self.is_lost = False
+        for counts in self._joining.values():
+            counts[1] += 1
         return True
 
-    def note_stray(self, key: Hashable) -> None:
-        """An optimizer has stepped that fits no cycle."""
+    def _note_stray(self, key: Hashable, *, has_forward: bool) -> None:
         self._strays[key] += 1
-        self.is_lost = self.is_lost or self._strays[key] >= MAX_STRAY_TURNS
+        if self._strays[key] >= MAX_STRAY_TURNS:
+            self._lose(self._strays[key] - 1)
+        if key in self.cycle or not has_forward:
+            return
+        counts = self._joining.setdefault(key, [0, 0])
+        counts[0] += 1
+        if counts[0] >= MAX_STRAY_TURNS:
+            del self._joining[key]
+            if counts[1] <= MAX_STEPS_A_JOIN * MAX_STRAY_TURNS:
+                self._lose(0)
+
+    def _lose(self, num_missed: int) -> None:
+        self.is_lost = True
+        self.num_missed = num_missed
 
 
 class CycleLearner:
@@ -70,14 +100,21 @@ class CycleLearner:
         self._expected = frozenset(expected)
         self._turns: list[Hashable] = []
         self._since_forward: set[Hashable] = set()
+        self._has_forward = False
 
     def note_forward(self) -> None:
         """A forward pass of training begins."""
+        if not self._has_forward:
+            self._has_forward = True
+            self._turns = list(dict.fromkeys(self._turns))  # what came before belongs to one step
         self._since_forward.clear()
 
     def note(self, key: Hashable) -> None:
-        """An optimizer has stepped, or would have; twice after one forward pass is one turn."""
-        if key not in self._since_forward:
+        """An optimizer has stepped, or would have; twice after one forward pass is one turn.
+
+        Where no forward pass is ever seen, because the loop calls no module, each time is one.
+        """
+        if key not in self._since_forward or not self._has_forward:
             self._since_forward.add(key)
             self._turns.append(key)
 
@@ -89,6 +126,17 @@ class CycleLearner:
         most = max(turns.values(), default=0)
         is_complete = bool(regular) and regular == turns.keys() | (self._expected if most < PATIENCE_TURNS else set())
         return regular if is_complete or most >= LEARNING_TURNS else None
+
+    @property
+    def longest_turns(self) -> int:
+        """Most turns that one optimizer had within a step."""
+        longest, turns = 1, Counter[Hashable]()
+        for key, is_end in zip(self._turns, self._ends(), strict=True):
+            turns[key] += 1
+            longest = max(longest, turns[key])
+            if is_end:
+                turns.clear()
+        return longest
 
     @property
     def num_turns(self) -> int:

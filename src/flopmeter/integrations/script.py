@@ -21,10 +21,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopmeter.errors import sign_warnings
-from flopmeter.integrations._steps import MAX_STRAY_TURNS
 
 if TYPE_CHECKING:
     from flopmeter.integrations._discovery import Discovery
@@ -70,13 +69,22 @@ class Program:
 
     def follow(self) -> None:
         """Have torch tell of every optimizer step."""
-        self._undo = [register_optimizer_step_post_hook(self.on_optimizer_end).remove, _follow_gradient_scalers(self)]
+        self._undo = [
+            register_optimizer_step_pre_hook(self.on_optimizer).remove,
+            register_optimizer_step_post_hook(self.on_optimizer_end).remove,
+            _follow_gradient_scalers(self),
+        ]
+
+    def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step."""
+        if self._session is not None and self._session.last_told() is not optimizer:
+            self.guarded(self._announce, optimizer)
 
     def on_optimizer_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped."""
         self.num_optimizer_steps += 1
-        if self._session is None or self._session.last_told() is not optimizer:
-            self.guarded(self._take, optimizer)
+        if self._session is None:
+            self.guarded(self._learn, optimizer)
 
     def on_skipped(self, optimizer: Any) -> None:
         """A gradient scaler has kept an optimizer from stepping."""
@@ -116,18 +124,20 @@ class Program:
         except Exception as error:  # noqa: BLE001 - the program comes first
             self._give_up(f"{type(error).__name__}: {error}")
 
-    def start_anew(self) -> None:
-        """The program trains something else now: close this record, and learn again."""
+    def start_anew(self, num_missed: int) -> None:
+        """The program trains something else now: close this record, and learn again.
+
+        Args:
+            num_missed: Steps of it that are in no record. The turn that brought it out is told again.
+        """
         assert self._session is not None
         self._last_words = self._session.finish()
-        self._num_missed = MAX_STRAY_TURNS - 1  # the turn that brought it out is told again
+        self._num_missed = num_missed
         self._session = None
         self._thread = None
 
-    def _take(self, optimizer: Any) -> None:
-        if self._session is None:
-            self._learn(optimizer)
-        else:
+    def _announce(self, optimizer: Any) -> None:
+        if self._session is not None:
             self._session.on_any_optimizer(optimizer, is_in_backward=_is_in_backward())
 
     def _learn(self, optimizer: Any) -> None:
