@@ -41,9 +41,7 @@ class Simulated(nn.Module):
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_s: float, **device: Any) -> dict[str, Any]:
     simulated = SimulatedDevice(**device)
-    monkeypatch.setattr(
-        "flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256)
-    )
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256))
     model = Simulated(simulated, num_kernels=100, kernel_s=kernel_s)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
@@ -275,9 +273,7 @@ def test_steps_that_the_device_finishes_while_the_last_numbers_come_are_in_the_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated = SimulatedDevice()
-    monkeypatch.setattr(
-        "flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256)
-    )
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256))
     model = Simulated(simulated, num_kernels=10, kernel_s=50 * US)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
