@@ -57,7 +57,7 @@ $(VENV)/.made:
 
 $(VENV)/.ready-demo: $(VENV)/.made pyproject.toml
 	@echo "Installing flopmeter (once) ..."
-	@$(PIP) -q -e .
+	@$(PIP) -q -e '.[serve,transformers]'
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt

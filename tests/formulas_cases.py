@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopmeter.flops.formulas import Spec
+from flopmeter.flops.formulas import Spec, Work
 from formulas_bruteforce import convolution_taps, transposed_taps, tuples
 from formulas_calls import Case, case
 
@@ -190,18 +190,23 @@ def _recurrent_cases() -> list[Case]:
     layer = 2 * (tuples(6, 16, 3) + tuples(6, 16, 4))
     stack = 2 * layer + 2 * 2 * (tuples(6, 16, 8) + tuples(6, 16, 4))
     weight_only = [False, False, False, True]
+    # Nobody wants the gradients of the six tokens, nor from each of four first steps the one of three initial states.
+    unwanted = 2 * 2 * tuples(6, 16, 3) + 4 * 2 * tuples(3, 16, 4)
+    weights_alone = Work(2 * stack - unwanted, 2 * stack - unwanted, 2 * stack)
+    layers = {"input": (2, 3, 3), "weight": params, "hx": (4, 3, 4), "bidirectional": True}
     states = [Spec((4, 3, 4)), Spec((4, 3, 4))]
     projected = [Spec((16, 3)), Spec((16, 2)), Spec((2, 4))]
     projection = 2 * (tuples(6, 16, 3) + tuples(6, 16, 2) + tuples(6, 2, 4))
     cell = 2 * (tuples(3, 16, 3) + tuples(3, 16, 4))
     return [
         case("aten::mkldnn_rnn_layer", layer, input=(2, 3, 3), weight0=first, weight1=hidden),
-        case("aten::mkldnn_rnn_layer_backward", 2 * layer, input=(2, 3, 3), weight1=first, weight2=hidden),
+        case("aten::mkldnn_rnn_layer_backward", 2 * layer, input=(2, 3, 3), weight1=first, weight2=hidden, hx_=(3, 4)),
         case("aten::_cudnn_rnn", stack, input=(2, 3, 3), weight=params),
         case("aten::_cudnn_rnn", projection, input=(2, 3, 3), weight=projected),
         case("aten::miopen_rnn", stack, input=(6, 3), weight=params),
-        case("aten::_cudnn_rnn_backward", 2 * stack, input=(2, 3, 3), weight=params, output_mask=weight_only),
-        case("aten::miopen_rnn_backward", stack, input=(2, 3, 3), weight=params, output_mask=[True, True, True, False]),
+        case("aten::_cudnn_rnn_backward", weights_alone, output_mask=weight_only, **layers),
+        case("aten::_cudnn_rnn_backward", 2 * stack, output_mask=[True] * 4, **layers),
+        case("aten::miopen_rnn_backward", stack, output_mask=[True, True, True, False], **layers),
         case("aten::_lstm_mps", stack, input=(2, 3, 3), hx=states, params=params),
         case("aten::lstm_mps_backward", 2 * stack, input=(2, 3, 3), hx=states, params=params),
         case("aten::lstm", stack, "input", input=(2, 3, 3), hx=states, params=params),

@@ -15,7 +15,7 @@ import flopmeter
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "flopmeter"
 
-FOUNDATION = {"errors", "schema", "columns"}
+FOUNDATION = {"errors", "schema", "columns", "text"}
 FACTS = {"devices", "metrics", "record", "config", "conventions", "resources"}
 READERS = {"sinks", "goodput", "waterfall", "traces", "diagnosis", "compare", "report", "serve"}
 MEASURERS = {"flops", "timing", "distributed", "dataset_metrics"}
@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "serve": FOUNDATION | FACTS | READERS,
     **dict.fromkeys(MEASURERS, FOUNDATION | FACTS),
     "monitor": FOUNDATION | FACTS | READERS | MEASURERS,
-    "integrations": {"monitor", "errors"},
+    "integrations": {"monitor", "errors", "text"},
     "demo": {"monitor", "errors"},
     "doctor": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor", "demo"},
     "training": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor"},
@@ -189,7 +189,7 @@ def test_a_name_that_needs_torch_says_so_when_it_is_absent() -> None:
     code = "import sys; sys.modules['torch'] = None; import flopmeter; flopmeter.watch"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.stderr.strip().endswith(
-        "MissingLibraryError: flopmeter.watch needs torch, which is not installed: run  pip install 'flopmeter[torch]'"
+        "MissingLibraryError: flopmeter.watch needs torch, which is not installed: run pip install 'flopmeter[torch]'"
     )
 
 

@@ -32,7 +32,7 @@ def test_kernels_shorter_than_their_launch_make_a_run_host_bound(reads_loss: str
     verdict = judge(run(3 * US, reads_loss=reads_loss))
     assert verdict.bound == "host"
     assert verdict.waiting_share == 1.0
-    assert verdict.reason == "the device waited for the host to launch or synchronise in 100% of 12 steps"
+    assert verdict.reason == "the device waited for the host to launch or synchronise in 100 % of 12 steps"
 
 
 @pytest.mark.parametrize("kernel_s", [6 * US, 20 * US])

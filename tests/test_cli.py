@@ -71,6 +71,16 @@ def test_a_failure_is_one_line_and_exit_code_1() -> None:
     assert answer.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", ["devices", "devices --json", "explain data_stall", "--help"])
+def test_a_reader_that_has_seen_enough_is_no_failure(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does, but at once
+    with os.fdopen(writer, "wb") as closed:
+        command = [sys.executable, "-m", "flopmeter", *arguments.split()]
+        answer = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
 def test_debug_shows_the_traceback() -> None:
     answer = flopmeter("--debug", "peak", "--device", "NVIDIA X999")
     assert "Traceback" in answer.stderr

@@ -18,7 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from flopmeter.cli import build_app
-from flopmeter.cli.count import _fold, _levels, _Node, _rows, _tree
+from flopmeter.cli.count import _cut, _fold, _levels, _Node, _rows, _tree
 from flopmeter.errors import ConfigError
 
 needs_transformers = pytest.mark.skipif(
@@ -127,8 +127,8 @@ def test_a_factory_is_counted_and_its_equal_layers_are_one_line() -> None:
     assert total == STACK_FLOP
     for name, flop in parts.items():
         size = f"{flop / 1e3:.4g} kFLOP" if flop >= 1000 else f"{flop} FLOP"
-        assert [name, size, f"{flop / total:.1%}"] in lines
-    assert ["Stack", "20.4 kFLOP", "100.0%"] in lines
+        assert [name, size, f"{100 * flop / total:.1f} %"] in lines
+    assert ["Stack", "20.4 kFLOP", "100.0 %"] in lines
     assert f"{6 * 72 + 144 + 68:,} parameters" in table
 
 
@@ -136,15 +136,31 @@ def test_op_and_dtype_tables_add_up() -> None:
     by_op, by_dtype = (printed(f"test_cli_count:stack --batch 2 --seq 3 --by {axis}") for axis in ("op", "dtype"))
 
     assert "aten::addmm" in by_op
-    assert re.search(r"float32 +20.4 kFLOP +100.0%", by_dtype)
-    assert re.search(r"total +20.4 kFLOP +100.0%", by_op)
-    assert re.search(r"total +20.4 kFLOP +100.0%", by_dtype)
+    assert re.search(r"float32 +20.4 kFLOP +100.0 %", by_dtype)
+    assert re.search(r"total +20.4 kFLOP +100.0 %", by_op)
+    assert re.search(r"total +20.4 kFLOP +100.0 %", by_dtype)
 
 
 def test_the_dtype_of_the_weights_is_that_of_the_products() -> None:
     built, chosen = (answer(f"test_cli_count:stack --batch 2 --seq 3 {o}") for o in ("", "--dtype bf16"))
 
     assert (built["by_dtype"], chosen["by_dtype"]) == ({"float32": STACK_FLOP}, {"bfloat16": STACK_FLOP})
+
+
+def test_depth_cuts_the_modules_of_the_json_too() -> None:
+    asked = "test_cli_count:stack --batch 2 --seq 3"
+    whole, cut = answer(asked)["by_module"], answer(f"{asked} --depth 1")["by_module"]
+
+    assert set(cut) == {*(f"layers.{number}" for number in range(7)), "head", ""}
+    assert set(answer(f"{asked} --depth 9")["by_module"]) == set(whole)
+    assert sum(cut.values()) == STACK_FLOP
+
+
+def test_depth_adds_what_is_below_to_the_last_level() -> None:
+    parts = {"model.layers.0.mlp.up": 6.0, "model.layers.0.mlp.down": 2.0, "model.layers.0": 1.0, "head": 1.0}
+
+    assert _cut(parts, 1) == {"model": 9.0, "head": 1.0}
+    assert _cut(parts, 2) == {"model.layers.0": 9.0, "head": 1.0}
 
 
 def test_depth_cuts_the_tree() -> None:
@@ -228,22 +244,53 @@ def test_a_failure_is_one_line_and_exit_code_1() -> None:
     assert stderr.count("\n") == 1
 
 
+def test_a_folder_without_a_model_is_said_to_be_one(tmp_path: Path) -> None:
+    exit_code, stderr = complaint(str(tmp_path))
+
+    assert exit_code == 2
+    assert stderr.startswith(f"flopmeter: error: {tmp_path} holds no model (no config.json): ")
+    assert "Errno" not in stderr
+
+
 def test_wrong_use_is_one_line_and_exit_code_2() -> None:
     exit_code, stderr = complaint("x:y --by modul")
 
     assert (exit_code, stderr.count("\n")) == (2, 1)
 
 
-def test_without_torch_the_error_names_the_cure(tmp_path: Path) -> None:
-    # In front of all other finders: torch is then as absent as on a machine without it.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\n"
-        "real = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, package=None: None if name == 'torch' else real(name, package)\n"
-    )
-    exit_code, stderr = complaint("llama-3-8b", PYTHONPATH=str(tmp_path))
+WITHOUT = {
+    ("torch",): "flopmeter count needs torch, which is not installed: run pip install 'flopmeter[torch]'",
+    ("transformers",): "flopmeter count llama-3-8b needs transformers, which is not installed: "
+    "run pip install 'flopmeter[transformers]'",
+    ("torch", "transformers"): "flopmeter count needs torch and transformers, which are not installed: "
+    "run pip install 'flopmeter[torch,transformers]'",
+}
 
-    assert exit_code == 1
-    assert stderr == (
-        "flopmeter: error: flopmeter count needs torch, which is not installed: run pip install 'flopmeter[torch]'\n"
+
+def without(libraries: tuple[str, ...], folder: Path) -> str:
+    """A search path on which these are as absent as on a machine without them, and importing torch is an error."""
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.util, sys\n"
+        "real = importlib.util.find_spec\n"
+        "def find_spec(name, package=None):\n"
+        f"    if name in {libraries}: return None\n"
+        "    return object() if name == 'torch' else real(name, package)\n"
+        "importlib.util.find_spec = find_spec\n"
+        "sys.modules['torch'] = None\n"
     )
+    return str(folder)
+
+
+@pytest.mark.parametrize("libraries", WITHOUT, ids="+".join)
+def test_all_that_is_absent_is_named_with_its_cure_before_torch_is_loaded(
+    libraries: tuple[str, ...], tmp_path: Path
+) -> None:
+    answer = complaint("llama-3-8b", PYTHONPATH=without(libraries, tmp_path))
+
+    assert answer == (1, f"flopmeter: error: {WITHOUT[libraries]}\n")
+
+
+def test_a_function_that_builds_the_model_needs_no_transformers(tmp_path: Path) -> None:
+    path = without(("torch", "transformers"), tmp_path)
+
+    assert complaint("package.module:build", PYTHONPATH=path) == (1, f"flopmeter: error: {WITHOUT[('torch',)]}\n")

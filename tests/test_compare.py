@@ -185,6 +185,18 @@ def test_other_noise_about_the_same_mean_is_not_beyond_noise(comparison: Compari
     assert words.verdict_text(comparison.row("mfu").changes[2]) == "within noise"
 
 
+def test_a_change_that_is_written_as_nothing_is_neither_better_nor_worse(tmp_path: Path) -> None:
+    """Steps that differ by a hundred-thousandth, and never by more: beyond noise, and of no interest."""
+    runs = [make_run(tmp_path / name, [step_s] * 200) for name, step_s in (("a", 0.1), ("b", 0.099999))]
+    change = compare(runs).row("mfu").changes[1]
+    assert change is not None
+    assert change.low is not None
+    assert change.low > 0
+    assert (change.is_beyond_noise, change.is_better) == (False, None)
+    assert words.verdict_text(change) == "same"
+    assert words.change_text(compare(runs).row("mfu").quantity, change) == "0.0 %"
+
+
 def test_a_share_changes_by_points_and_less_waiting_is_better(comparison: Comparison) -> None:
     change = comparison.row("data_wait_share").changes[1]
     assert change is not None

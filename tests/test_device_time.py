@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter import load_run, watch
+from flopmeter import TrainingMonitor, load_run, watch
+from flopmeter.devices import Peak
+from flopmeter.flops.frames import Batch
 from flopmeter.monitor.device_time import DeviceTime
-from flopmeter.timing.events import DeviceStep, PhaseTime
+from flopmeter.timing.events import DeviceStep, DeviceTimeline, PhaseTime
 from simulated_device import MS, US, SimulatedDevice, timeline_on
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "detail_every": 20}}
@@ -116,15 +118,179 @@ def test_a_watched_run_leaves_its_marked_steps_out_of_the_device_times(
     assert event["num_steps"] == 19 - len(marked)
 
 
-def test_no_call_is_made_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Text(nn.Module):
+    """A model whose padding is on the device: to read its lengths is to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return (self.layer(self.embedding(input_ids)).mean(-1) * attention_mask).sum()
+
+
+@pytest.mark.parametrize("num_before", [0, 3, 12])
+def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    simulated = SimulatedDevice()  # while it captures, every record or query raises RuleBroken
+    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated))
+
+    def lengths(batch: Batch) -> list[int]:
+        assert not simulated.is_capturing, "a wait for the device, which spoils the graph"
+        assert batch.token_is_real is not None
+        return batch.token_is_real.sum(1).tolist()
+
+    monkeypatch.setattr(Batch, "lengths", lengths)
+    model = Text()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+
+    def step() -> None:
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids)).backward()
+        optimizer.step()
+
+    for _ in range(num_before):
+        step()
+    assert monitor._effort.is_measuring == (num_before == 3)  # torch's recipe warms up for as many steps as we do
+    simulated.is_capturing = True
+    step()
+    assert not monitor._effort.is_measuring
+    assert torch._C._len_torch_dispatch_stack() == 0
+    simulated.is_capturing = False
+    for _ in range(6):
+        step()
+    monitor.finish_training()
+    assert monitor._num_failures == 0
+    run = load_run(tmp_path)
+    assert len(run) == num_before + 6
+    assert [event["name"] for event in run.events if event["event"] == "pause" and event["name"] != "flopmeter"] == [
+        "graph capture"
+    ]
+    assert [event["event"] for event in run.events].count("count") == 1
+    assert not [event for event in run.events if event["event"] == "warning"]
+
+
+def test_a_sample_that_meets_a_capture_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedDevice()
-    simulated.is_capturing = True  # from here on every record or query raises RuleBroken
     monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
-    for _ in range(5):
+    sampling = monitor._effort.sampling
+    for _ in range(100):
+        if sampling.running is not None:
+            simulated.is_capturing = True
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert monitor._worker is not None
+        monitor._worker.drain(10.0)
+        if simulated.is_capturing:
+            break
+    assert simulated.is_capturing
+    assert sampling.running is None
+    assert not torch._C._autograd._profiler_enabled()
+    assert sampling.plan.next_step == monitor.num_steps + 20
+    simulated.is_capturing = False
+    monitor.finish_training()
+    assert "profile" not in [event["event"] for event in load_run(tmp_path).events]
+
+
+def test_a_model_that_is_moved_after_watch_is_held_against_the_device_where_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = [torch.device("cpu")]
+    simulated = SimulatedDevice()
+
+    def peak(device: torch.device, dtype: str, peak_flop_per_s: float | None = None) -> Peak:
+        return Peak(flop_per_s=1e11 if device.type == "cpu" else 6e13, dtype=dtype, device=str(device), source="table")
+
+    def timeline(device: torch.device) -> DeviceTimeline | None:
+        return timeline_on(simulated) if device.type == "cuda" else None
+
+    monkeypatch.setattr("flopmeter.monitor.measuring.peak_flops", peak)
+    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", timeline)
+    for module in ("measuring", "training_monitor", "header"):
+        monkeypatch.setattr(f"flopmeter.monitor.{module}.device_of", lambda _: where[0])
+    monkeypatch.setattr("flopmeter.monitor.training_monitor.device_name", lambda device: f"name of {device.type}")
+    monkeypatch.setattr("flopmeter.monitor.header.device_uuid", lambda _: None)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config={"monitoring": {"sinks": [], "profile_steps": False}})
+    assert monitor._resources is not None
+    where[0] = torch.device("cuda", 0)  # as model.to("cuda") does
+    for _ in range(8):
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+    assert monitor._resources._device == "cuda:0"
+    monitor.finish_training()
+    assert monitor._num_failures == 0
+    run = load_run(tmp_path)
+    assert run.header.device == "name of cuda"
+    assert [peak["device"] for peak in run.peaks.values()] == ["cuda:0"]
+    assert simulated.num_records > 0
+    # A gradient for the weights and none for the input: two products.
+    flop = 2 * (2 * 8 * 64 * 64)
+    at_peak_s = [mfu * s for mfu, s in zip(run.column("perf/mfu"), run.column("perf/step_time"), strict=True)]
+    assert at_peak_s == pytest.approx([flop / 6e13] * 8)
+
+
+def test_communication_that_the_device_waits_for_reaches_the_sinks_as_a_share() -> None:
+    events: list[dict[str, Any]] = []
+    phases = {name: PhaseTime(device_s=s, host_s=0.001) for name, s in (("backward", 0.3), ("communication", 0.1))}
+
+    class Communicating(Timeline):
+        def poll(self) -> list[DeviceStep]:
+            return [DeviceStep(step=self.last, device_s=0.4, phases=phases)]
+
+    device_time = DeviceTime(Communicating([], 0), lambda _, **fields: events.append(fields), every=5)  # type: ignore[arg-type]
+    for number in range(1, 6):
+        device_time.end_step(number)
+        device_time.take_finished(number)
+    assert [event["metrics"] for event in events] == [{"perf/exposed_communication_share": pytest.approx(0.25)}]
+
+
+def test_a_phase_that_the_loop_names_is_marked_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedDevice()
+    timeline = timeline_on(simulated, num_events=256)
+    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline)
+    model = nn.Linear(4, 4)
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=model)  # no optimizer: its hooks would mark, too
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(1, 25):
+        model(torch.ones(2, 4)).sum().backward()
+        with monitor.phase("optimizer"):
+            simulated.stream.launch(3 * MS)
+            optimizer.step()
+        simulated.stream.launch(1 * MS)
+        simulated.stream.synchronize()
+        monitor.log_step(number)
+    monitor.finish_training()
+    (event, *_) = [event for event in load_run(tmp_path).events if event["event"] == "device_time"]
+    assert event["device_s"]["optimizer"] == pytest.approx(3 * MS, rel=0.02)
+
+
+def test_steps_that_the_device_finishes_while_the_last_numbers_come_are_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = SimulatedDevice()
+    monkeypatch.setattr(
+        "flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated, num_events=256)
+    )
+    model = Simulated(simulated, num_kernels=10, kernel_s=50 * US)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+    flush = monitor._steps.flush
+
+    def flush_slowly() -> None:
+        simulated.stream.synchronize()
+        flush()
+
+    monkeypatch.setattr(monitor._steps, "flush", flush_slowly)
+    for _ in range(10):  # all in the device's queue when the loop is over
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     monitor.finish_training()
-    assert len(load_run(tmp_path)) == 5
+    (event,) = [event for event in load_run(tmp_path).events if event["event"] == "device_time"]
+    assert event["num_steps"] == 10 - len(load_run(tmp_path).marks)

@@ -146,6 +146,9 @@ def test_the_larger_of_derived_and_measured_is_the_peak_and_both_are_shown() -> 
         pytest.skip("this machine does not tell its instruction set or clock")
     before = peak_flops("cpu", "fp32")
     assert (before.source, before.flop_per_s, before.measured_flop_per_s) == ("derived", derived.flop_per_s, None)
+    # Other threads or another dtype would be measured in vain: the next look-up would not find it.
+    command = f"OMP_NUM_THREADS={torch.get_num_threads()} flopmeter peak --device cpu --dtype fp32 --measure"
+    assert before.note.endswith(f"; not measured yet: {command}")
     assert "--measure" in before.note
     remember("fp32", derived.flop_per_s / 2)
     slower = peak_flops("cpu", "fp32")
@@ -155,7 +158,7 @@ def test_the_larger_of_derived_and_measured_is_the_peak_and_both_are_shown() -> 
     faster = peak_flops("cpu", "fp32")
     assert (faster.source, faster.flop_per_s) == ("measured", derived.flop_per_s * 2)
     assert faster.derived_flop_per_s == derived.flop_per_s
-    assert faster.note.startswith("measured on this machine and kept for this user (flopmeter peak --device cpu")
+    assert faster.note.startswith(f"measured on this machine and kept for this user ({command} measures again)")
     assert faster.note.endswith(f"derived would be less, {derived.flop_per_s / 1e9:.4g} GFLOP/s: {derived.note}")
     assert derived.note in slower.note
     assert "measured on this machine" not in slower.note

@@ -40,6 +40,7 @@ NAMES = {
     "memory_bound",
     "impossible_mfu",
     "healthy",
+    "undetermined",
 }
 
 
@@ -123,6 +124,25 @@ def test_the_headline_of_few_steps_says_so(tmp_path: Path, num_steps: int, endin
 def test_the_headline_does_not_give_a_cause_as_the_reason_of_an_unknown_mfu(tmp_path: Path) -> None:
     result = diagnose(HEALTHY.but(ideal_s=None, data_wait_s=0.1).run(tmp_path))
     assert result.headline.startswith("MFU is unknown; the steps wait for data")
+
+
+def test_too_few_steps_to_be_sampled_are_no_healthy_run(tmp_path: Path) -> None:
+    # 1000 ms a step: 50 ideal, 5 optimizer, 1 data wait; nobody looked into the other 944.
+    plan = HEALTHY.but(num_steps=12, num_profiles=0, matmul_s=0.970)
+    result = diagnose(plan.run(tmp_path))
+    assert [finding.rule for finding in result.findings] == ["undetermined"]
+    assert result.headline == (
+        "MFU over the wall time is 5.0 %, very low; where the time went is undetermined: too few steps were sampled; "
+        "train longer."
+    )
+    assert "healthy" not in str(result)
+
+
+def test_without_a_steady_step_the_headline_and_the_tile_agree_that_mfu_is_unknown(tmp_path: Path) -> None:
+    step = {"kind": "step", "step": 1, "marks": ["warmup"], "metrics": {"perf/step_time": 0.1, "perf/mfu": 0.0004}}
+    result = diagnose(record(tmp_path, [{"kind": "header", "schema": 1}, step]))
+    assert (result.standing, result.mfu) == ("unknown", None)
+    assert result.headline.startswith("MFU is unknown; where the time went is undetermined: too few steps were sampled")
 
 
 def test_an_unknown_mfu_still_gets_a_diagnosis(tmp_path: Path) -> None:

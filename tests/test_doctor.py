@@ -12,11 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from flopmeter.demo.training import has_bfloat16
 from flopmeter.devices.table import OVERRIDE_VARIABLE
 from flopmeter.doctor import all_checks, clocks, compile, counting, events, examine, libraries, overhead, peak, profiler
 from flopmeter.doctor import distributed as ranks
 from flopmeter.doctor._process import CheckProcess
+from flopmeter.doctor._trial import matmul_dtype
 from flopmeter.errors import ConfigError
 
 STANDINGS = {"works", "falls back", "missing", "not checked", "broken"}
@@ -205,7 +208,7 @@ def test_on_a_cpu_the_hosts_clock_is_the_truth() -> None:
 
 @pytest.mark.parametrize(
     ("measured", "standing", "word"),
-    [(9e12, "works", "90% of it"), (4e12, "works", "power limit"), (10.5e12, "broken", "too low")],
+    [(9e12, "works", "90 % of it"), (4e12, "works", "power limit"), (10.5e12, "broken", "too low")],
 )
 def test_a_peak_below_what_is_measured_is_broken(measured: float, standing: str, word: str) -> None:
     result = peak.judge("a card, bf16", 10e12, "table", measured)
@@ -243,6 +246,37 @@ def test_the_clock_of_a_mig_slice_is_that_of_its_board(monkeypatch: pytest.Monke
     assert clocks.gpu_clocks() == (1410, 1980, 0x4)
 
 
+def test_clocks_that_nvml_does_not_tell_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise LookupError("Driver Not Loaded")
+
+    cuda = SimpleNamespace(is_available=lambda: True, synchronize=lambda: None)
+    modules = {"pynvml": SimpleNamespace(nvmlInit=fail), "torch": SimpleNamespace(cuda=cuda)}
+    monkeypatch.setattr(clocks, "import_module", modules.__getitem__)
+    monkeypatch.setattr(clocks, "_load", lambda torch: None)
+    monkeypatch.setattr(clocks, "read_cost_ns", lambda: 50.0)
+    result = clocks.check()
+    assert result.standing == "missing"
+    assert result.says.endswith("NVML does not answer (LookupError: Driver Not Loaded)")
+
+
+@pytest.mark.parametrize(("is_native", "dtype"), [(True, "bf16"), (False, "fp16")])
+def test_a_gpu_is_measured_in_a_dtype_that_it_has(is_native: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native or including_emulation)
+    assert matmul_dtype(torch.device("cuda", 0)) == dtype
+    assert matmul_dtype(torch.device("cpu")) == "fp32"
+    assert has_bfloat16() is is_native  # the demo trains in float32 without it
+
+
+def test_triton_without_a_c_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "find_spec", lambda name: name)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert compile.why_not("cuda") == "there is no C compiler, which triton needs"
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compile.why_not("cuda") is None
+
+
 def test_overhead_is_the_median_difference_of_neighbouring_blocks() -> None:
     off = [10e-3, 20e-3, 10e-3, 10e-3, 10e-3]  # a slow moment hits both blocks of its pair
     result = overhead.describe([block + 50e-6 for block in off], off)
@@ -275,4 +309,4 @@ def test_libraries_come_from_the_packages_own_extras(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(libraries.metadata, "requires", lambda name: requires)
     assert libraries.optional() == {"torch": "torch", "made-up-sink": "sinks"}
     result = libraries.check()
-    assert (result.standing, result.says) == ("missing", "made-up-sink: run  pip install 'flopmeter[sinks]'")
+    assert (result.standing, result.says) == ("missing", "made-up-sink: run pip install 'flopmeter[sinks]'")

@@ -15,7 +15,7 @@ from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.errors import CountError
 from flopmeter.flops.estimate import EstimatePlan, estimate_flops, plan_of
 from flopmeter.flops.side_count import count_flops
-from flopmeter.flops.workload import Workload
+from flopmeter.flops.workload import Workload, workload_of
 
 TOLERANCE = 0.005
 """The goal is 3 %; on the models below the estimate has no reason to be off at all."""
@@ -398,3 +398,52 @@ def test_packed_documents_cost_less_than_one_long_text() -> None:
     whole, packed = text(1, 40), {**text(1, 40), "position_ids": torch.arange(20).repeat(2)[None]}
     saved = estimate_flops(model, whole).model_flop - estimate_flops(model, packed).model_flop
     assert saved == 3 * L * 4 * QUERY * (820 - 420)
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x.transpose(0, 1))[0]
+        return out
+
+
+class Passing(Turning):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)[0]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("make", "reads", "is_sequence_first"),
+    [
+        (lambda: nn.LSTM(4, 4), "sequence", True),
+        (lambda: nn.GRU(4, 4, batch_first=True), "sequence", False),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 4), "sequence", True),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), "sequence", False),
+        (lambda: nn.MultiheadAttention(4, 2), "sequence", True),
+        (Passing, "sequence", True),
+        (Turning, "sequence", False),
+        (lambda: nn.Sequential(nn.Embedding(9, 4), Passing()), "text", True),
+        (lambda: nn.Sequential(nn.Conv1d(4, 4, 3), Passing()), "values", False),
+        (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Conv1d(4, 4, 3)), "ids", False),  # over words
+        (lambda: nn.Sequential(nn.Embedding(9, 8), nn.Conv1d(4, 4, 3)), "values", False),  # a label's table
+        (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)), "ids", False),
+        (lambda: nn.Linear(4, 4), "values", False),
+    ],
+)
+def test_a_model_says_what_it_reads(make: Callable[[], nn.Module], reads: str, is_sequence_first: bool) -> None:
+    needs = plan_of(make()).needs
+    assert (needs.reads, needs.is_sequence_first) == (reads, is_sequence_first)
+
+
+def test_an_encoder_layer_that_norms_last_owes_its_input_nothing() -> None:
+    width, inner, rows = 8, 16, 2 * 5
+    forward = 2 * rows * (4 * width**2 + 2 * width * inner) + 4 * width * 2 * 5**2
+    for norm_first, spared in ((False, 3 * 2 * rows * width**2), (True, 0)):
+        layer = nn.TransformerEncoderLayer(width, 2, inner, batch_first=True, norm_first=norm_first)
+        stack = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        batch = workload_of(torch.zeros(2, 5, width), plan_of(stack).needs)
+        assert estimate_flops(stack, batch).model_flop == 3 * forward - spared

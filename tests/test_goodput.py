@@ -184,6 +184,19 @@ def test_the_surplus_is_held_against_the_steps_nearby(tmp_path: Path) -> None:
     assert judge(tmp_path, header(1000.0), *lines).measuring_s == 2.0
 
 
+def test_the_surplus_is_held_against_steps_that_did_the_same_work(tmp_path: Path) -> None:
+    # Long steps and short ones in turn; a short one was measured and took 2 s instead of 1 s.
+    sizes = [(4.0, 400.0), (1.0, 100.0)] * 6
+    sizes[5] = (2.0, 100.0)
+    lines, now_s = [], 1000.0
+    for number, (step_s, flop) in enumerate(sizes):
+        now_s += step_s
+        line = step(number, now_s, step_s, *(["observed"] if number == 5 else []))
+        line["metrics"]["perf/model_flop"] = flop
+        lines.append(line)
+    assert judge(tmp_path, header(1000.0), *lines).measuring_s == 1.0
+
+
 def test_a_run_in_which_every_step_is_measured_has_nothing_to_compare_with(tmp_path: Path) -> None:
     result = judge(tmp_path, header(1000.0), *(step(n, 1001.0 + n, 1.0, "profiled") for n in range(3)))
     assert (result.productive_s, result.measuring_s) == (3.0, 0.0)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from flopmeter import TrainingMonitor, load_run, watch
 from flopmeter.flops.workload import Needs
+from flopmeter.integrations._loaders import LoaderMarks
 from flopmeter.monitor.device_time import DeviceTime
-from flopmeter.monitor.hooks import attach_forward, patch_loaders
+from flopmeter.monitor.hooks import Hooks, attach_forward, patch_loaders
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing.late import LateNumber
@@ -65,6 +67,25 @@ def test_a_watched_model_can_be_made_into_a_cuda_graph(tmp_path: Path) -> None:
     assert torch.cuda.make_graphed_callables is original
 
 
+@pytest.mark.parametrize("home", [torch.cuda, torch.cuda.graphs])
+def test_a_graph_can_be_made_of_a_model_whose_next_step_is_measured(tmp_path: Path, home: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA: tests/gpu makes the graph")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refusals = []
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG) as monitor:
+        for _ in range(6):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            with pytest.raises((RuntimeError, AssertionError)) as refusal:
+                home.make_graphed_callables(model, (torch.ones(2, 4),))
+            refusals.append(str(refusal.value))
+        assert monitor._effort.is_measuring is False
+    assert not [text for text in refusals if "hooks" in text]
+    assert num_hooks(model) == num_hooks(model[0]) == 0
+
+
 def test_a_watched_model_can_be_compiled_and_exported_as_one_graph_later(tmp_path: Path) -> None:
     graphs: list[Any] = []
 
@@ -96,8 +117,11 @@ def test_tracing_is_no_forward_pass() -> None:
         def on_forward_end(self) -> None:
             calls.append("end")
 
-        def on_evaluation(self) -> None:
+        def on_evaluation(self, *, is_training: bool) -> None:
             calls.append("evaluation")
+
+        def on_evaluation_end(self) -> None:
+            calls.append("evaluation end")
 
     model = nn.Linear(4, 4)
     undo = attach_forward(model, Listener())
@@ -106,6 +130,19 @@ def test_tracing_is_no_forward_pass() -> None:
     model(torch.ones(2, 4))
     assert calls == ["forward", "end"]
     undo()
+
+
+def test_a_run_that_cannot_begin_does_not_stop_the_forward_pass() -> None:
+    failures: list[str] = []
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    tracker = StepTracker(fail, lambda where, error: failures.append(f"{where}: {error}"), lambda *_, **__: None)
+    for _ in range(3):
+        tracker.on_forward((), {})
+        tracker.on_forward_end()
+    assert failures == ["the start of the run: disk full"]
 
 
 class NoQuery:
@@ -185,6 +222,143 @@ def test_a_forked_process_marks_nothing() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         undo()
+
+
+class Waits:
+    """Notes what it is told of waits for batches."""
+
+    def __init__(self) -> None:
+        self.is_evaluating = False
+        self.heard: list[str] = []
+
+    def on_wait(self) -> None:
+        self.is_evaluating = False  # as the tracker does: the loop trains again
+        self.heard.append("wait")
+
+    def on_batch(self) -> None:
+        self.heard.append("batch")
+
+    def on_no_batch(self) -> None:
+        self.heard.append("end")
+
+    def during(self, loader: Any) -> list[str]:
+        """What it is told while somebody goes through the loader."""
+        self.heard.clear()
+        list(loader)
+        return list(self.heard)
+
+
+EPOCH = [*["wait", "batch"] * 3, "wait", "end"]
+DATA = list(range(6))
+"""What a loader goes through in an epoch, and what it is made of."""
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+def test_another_loader_over_the_same_dataset_is_not_the_one_that_is_watched(waits: Waits) -> None:
+    training, evaluation = DataLoader(DATA, 2, shuffle=True), DataLoader(DATA, 2)
+    hooks = Hooks(waits)  # type: ignore[arg-type]
+    hooks.attach_loader(training)
+    try:
+        for _ in range(2):
+            assert waits.during(training) == EPOCH
+            assert waits.during(evaluation) == []
+    finally:
+        hooks.remove()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"batch_size": None}, id="no batches"),
+        pytest.param({"batch_sampler": [[0, 1], [2, 3], [4, 5]]}, id="batches that are listed"),
+        pytest.param({"batch_size": 2, "num_workers": 1, "persistent_workers": True}, id="workers that stay"),
+    ],
+)
+def test_a_loader_of_any_kind_is_known_again_in_its_next_epoch(waits: Waits, other: dict[str, Any]) -> None:
+    training = DataLoader(DATA, **other)
+    hooks = Hooks(waits)  # type: ignore[arg-type]
+    hooks.attach_loader(training)
+    try:
+        assert waits.during(training) == waits.during(training) != []
+        assert waits.during(DataLoader(DATA, 2)) == []
+    finally:
+        hooks.remove()
+
+
+def test_a_copy_of_the_loader_that_a_framework_has_made_is_known_by_its_dataset(waits: Waits) -> None:
+    hooks = Hooks(waits)  # type: ignore[arg-type]
+    hooks.attach_loader(DataLoader(DATA, 2, shuffle=True))
+    try:
+        assert waits.during(DataLoader(DATA, 2)) == EPOCH
+        assert waits.during(DataLoader(list(DATA), 2)) == []
+    finally:
+        hooks.remove()
+
+
+def test_any_programs_training_loader_is_known_again_after_an_evaluation(waits: Waits) -> None:
+    training, evaluation = DataLoader(DATA, 2, shuffle=True), DataLoader(DATA, 2)
+    marks = LoaderMarks(waits)
+    try:
+        for _ in range(3):
+            assert waits.during(training) == EPOCH
+            marks.on_step()
+            waits.is_evaluating = True
+            assert waits.during(evaluation) == []
+    finally:
+        marks.remove()
+
+
+def test_a_training_loader_that_is_made_anew_each_epoch_is_known_by_its_dataset(waits: Waits) -> None:
+    evaluation = DataLoader(list(DATA), 2)
+    marks = LoaderMarks(waits)
+    try:
+        for _ in range(3):
+            assert waits.during(DataLoader(DATA, 2, shuffle=True)) == EPOCH
+            marks.on_step()
+            waits.is_evaluating = True
+            assert waits.during(evaluation) == []
+    finally:
+        marks.remove()
+
+
+def test_a_loader_that_only_evaluations_use_never_feeds_the_training(waits: Waits) -> None:
+    evaluation = DataLoader(DATA, 2)
+    marks = LoaderMarks(waits)
+    try:
+        for _ in range(3):
+            batches = iter(evaluation)
+            next(batches)  # nobody knows yet
+            waits.is_evaluating = True
+            assert waits.during(batches) == []
+            waits.is_evaluating = False
+            marks.on_step()
+    finally:
+        marks.remove()
+
+
+def test_no_loader_is_kept_alive(waits: Waits) -> None:
+    dataset = Numbers()
+    training, kept = DataLoader(dataset, 2), weakref.ref(dataset)
+    marks = LoaderMarks(waits)
+    try:
+        list(training)
+        marks.on_step()
+        del training, dataset
+        assert kept() is None
+    finally:
+        marks.remove()
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def test_a_finished_run_leaves_nothing_for_the_interpreters_end(

@@ -197,7 +197,7 @@ def test_a_file_that_is_no_config_is_refused(content: str, tmp_path: Path) -> No
 def test_without_transformers_the_error_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flopmeter.flops.models.find_spec", lambda name: None)
 
-    with pytest.raises(MissingLibraryError, match="pip install transformers"):
+    with pytest.raises(MissingLibraryError, match=r"pip install 'flopmeter\[transformers\]'"):
         load_model("llama")
 
 

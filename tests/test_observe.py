@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.formulas import _registry, formula
-from flopmeter.flops.observe import observe
+from flopmeter.flops.observe import ObservedStep, observe
+from flopmeter.flops.pairs import sum_dtype
 
 ROWS, WIDTH = 4, 8
 UNIT = 2 * ROWS * WIDTH * WIDTH
@@ -235,6 +238,39 @@ def test_causal_attention_counts_the_same_whatever_the_kernel(kind: str) -> None
     assert (full.forward_flop, full.backward_flop) == (4 * HEAD_DIM * all_pairs, 8 * HEAD_DIM * all_pairs)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masks", ["causal", "padding", "both"])
+def test_multihead_attention_counts_the_same_whether_or_not_it_returns_its_weights(
+    masks: str, need_weights: bool
+) -> None:
+    """For the weights torch adds the mask inside the product of queries and keys, by baddbmm."""
+    lengths = [LENGTH, 4, 1]
+    model = nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1) if masks != "padding" else None
+    padding = torch.arange(LENGTH) >= torch.tensor(lengths)[:, None] if masks != "causal" else None
+    with observe(model) as step:
+        model(x, x, x, attn_mask=causal, key_padding_mask=padding, need_weights=need_weights)[0].sum().backward()
+    pairs = {
+        "causal": SAMPLES * LENGTH * (LENGTH + 1) // 2,
+        "padding": sum(LENGTH * n for n in lengths),
+        "both": sum(min(query + 1, n) for n in lengths for query in range(LENGTH)),
+    }[masks]
+    # Four projections of every token, and two products of a head's width for every pair and head.
+    projections = 4 * 2 * SAMPLES * LENGTH * WIDTH * WIDTH
+    found = step.result()
+    assert found.forward_flop == pytest.approx(projections + 4 * WIDTH * pairs)
+    assert found.backward_flop == pytest.approx(2 * (projections + 4 * WIDTH * pairs))
+
+
+def test_what_baddbmm_multiplies_by_zero_is_no_mask() -> None:
+    q, k, v = (torch.randn(SAMPLES, LENGTH, HEAD_DIM) for _ in range(3))
+    scratch = torch.full((SAMPLES, LENGTH, LENGTH), float("-inf"))
+    with observe() as step:
+        torch.baddbmm(scratch, q, k.transpose(1, 2), beta=0).softmax(-1).bmm(v)
+    assert step.result().forward_flop == 4 * HEAD_DIM * SAMPLES * LENGTH**2
+
+
 def test_a_softmax_that_is_no_attention_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Softmax(-1), nn.Linear(WIDTH, WIDTH, bias=False))
     with observe(model) as step:
@@ -278,6 +314,30 @@ def test_an_operator_without_a_formula_is_named(custom_op: Callable[..., torch.T
     with observe() as step:
         custom_op(rows(), torch.randn(WIDTH, WIDTH))
     assert step.result().uncounted == {"flopmeter_test::twice_mm": 1}
+
+
+SOLVERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "linalg_inv_ex": torch.linalg.inv, "linalg_qr": torch.linalg.qr, "_linalg_svd": torch.linalg.svd,
+    "_linalg_eigh": torch.linalg.eigh, "linalg_cholesky_ex": torch.linalg.cholesky, "linalg_lu": torch.linalg.lu,
+    "_linalg_solve_ex": lambda x: torch.linalg.solve(x, x), "linalg_lstsq": lambda x: torch.linalg.lstsq(x, x),
+    "_linalg_det": torch.linalg.det, "cholesky_inverse": torch.cholesky_inverse, "geqrf": torch.geqrf,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_and_decompositions_are_named_as_uncounted(name: str) -> None:
+    with observe() as step:
+        SOLVERS[name](torch.eye(WIDTH))
+    assert step.result().uncounted == {f"aten::{name}": 1}
+
+
+def test_the_norm_of_clipped_gradients_is_nothing_uncounted() -> None:
+    model = Stack(1)
+    with observe(model) as step:
+        model(rows()).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.linalg.cross(torch.ones(1, 3), torch.ones(1, 3))
+    assert step.result().uncounted == {}
 
 
 def test_a_formula_of_the_users_counts_it(custom_op: Callable[..., torch.Tensor]) -> None:
@@ -376,3 +436,25 @@ def test_a_users_own_mode_inside_the_step_keeps_its_results() -> None:
         model(rows()).sum().backward()
     assert theirs.get_total_flops() == 5 * UNIT
     assert step.result().model_flop == 5 * UNIT
+
+
+def test_what_was_observed_dies_without_a_garbage_collection() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gc.collect()
+    gc.disable()
+    try:
+        step = ObservedStep([model])
+        step.start()
+        model(torch.ones(2, 4)).sum().backward()
+        step.stop()
+        step.result()
+        alive = weakref.ref(step)
+        del step
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_pairs_are_added_up_in_what_the_device_has() -> None:
+    assert sum_dtype(torch.device("mps")) == torch.float32  # which has no float64
+    assert sum_dtype(torch.device("cuda", 0)) == sum_dtype(torch.device("cpu")) == torch.float64

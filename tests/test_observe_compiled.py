@@ -128,3 +128,47 @@ def test_work_that_never_reaches_the_dispatcher_lowers_coverage_and_the_twin_cou
     assert count.coverage is not None
     assert count.coverage < 0.97
     assert (count.forward_flop, count.backward_flop) == pytest.approx((FORWARD, BACKWARD))
+
+
+class Casting(nn.Module):
+    """Casts within its forward pass, as Accelerate has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.block(x)
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_a_compiled_model_under_autocast_is_counted_in_the_dtype_that_ran(where: str) -> None:
+    model = torch.compile(Casting() if where == "inside" else Block(), backend="aot_eager")
+    x = torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "around"):
+            loss = model(x).float().square().mean()
+        loss.backward()  # and the count below comes after the loop has left autocast
+
+    step()
+    with observe(model) as observed:
+        step()
+    count = observed.result()
+    assert count.by_dtype == {"bfloat16": pytest.approx(FORWARD + BACKWARD)}
+    assert {dtype: sum(parts.values()) for dtype, parts in count.growth.items()} == count.by_dtype
+
+
+def test_a_twin_that_counts_for_hidden_work_does_so_under_the_autocast_of_the_call() -> None:
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        model = torch.compile(Block())
+        for _ in range(2):
+            with observe(model) as step:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)).float().square().mean()
+                loss.backward()
+    count = step.result()
+    assert count.coverage is not None
+    assert count.coverage < 0.97
+    assert count.by_dtype == {"bfloat16": pytest.approx(FORWARD + BACKWARD)}

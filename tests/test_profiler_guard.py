@@ -207,6 +207,39 @@ def test_nothing_is_started_beside_a_tool_that_holds_cupti(monkeypatch: pytest.M
     assert "NSYS_PROFILING_SESSION_ID" in str(profiler_guard.blocker())
 
 
+CUDA = """
+torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+torch.cuda.is_current_stream_capturing = lambda: False
+torch.cuda.synchronize = lambda: None
+torch.autograd.profiler._supported_activities = lambda: {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+recording = Recording(with_shapes=False, with_kernels=True)
+"""
+"""Makes the profiler believe in a GPU: as far as it checks names, torch's code is the same."""
+
+
+def test_what_a_gpu_does_is_asked_for_by_names_in_the_groups_where_torch_has_them() -> None:
+    # One name in the wrong group, and torch refuses the whole session.
+    names = output_of(CUDA + "recording.start(); step(); print(json.dumps([e.name() for e in recording.stop()]))")
+    assert "aten::addmm" in names
+
+
+@pytest.mark.parametrize("obstacle", ["is_current_stream_capturing = lambda: True", "synchronize = lambda: 1 / 0"])
+def test_a_session_ends_although_the_device_cannot_be_waited_for(obstacle: str) -> None:
+    # Left running, it would crash the interpreter at its end. A wait during a capture would spoil the user's graph.
+    events, was_cut_short, is_on, blocker = output_of(
+        CUDA
+        + f"""
+recording.start()
+torch.cuda.synchronize = lambda: print("waited")
+torch.cuda.{obstacle}
+step()
+events = len(recording.stop())
+print(json.dumps([events, recording.was_cut_short, torch._C._autograd._profiler_enabled(), profiler_guard.blocker()]))
+"""
+    )
+    assert (events, was_cut_short, is_on, blocker) == (0, True, False, None)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is mended")
 def test_a_child_that_is_forked_after_a_profile_ends_as_it_wants_to() -> None:
     answer = output_of("""

@@ -64,3 +64,8 @@ def test_both_readmes_have_the_same_commands_and_headings() -> None:
     commands = re.compile(r"^(?:make|flopmeter|pip|python) .*$", re.MULTILINE)
     assert commands.findall(english) == commands.findall(chinese)
     assert english.count("\n## ") == chinese.count("\n## ")
+
+
+def test_after_make_demo_the_commands_of_the_readme_have_their_libraries() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("$(VENV)/.ready-demo:")[2].partition("\n\n")[0]
+    assert "-e '.[serve,transformers]'" in recipe  # `flopmeter serve runs` and `flopmeter count llama-3-70b`

@@ -31,7 +31,7 @@ from flopmeter.report._page import page, safe_json
 from flopmeter.report._sentences import run_line
 from flopmeter.report._series import MAX_POINTS, series_of
 from flopmeter.report._terminal import show, spark_line
-from flopmeter.report._text import amount, clean, number, percent, points, seconds
+from flopmeter.text import amount, clean, number, percent, points, seconds
 from made_traces import MadeTrace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,6 +151,10 @@ def test_the_modules_of_a_tree_add_up_to_their_parents(ordinary: Run) -> None:
     for name in nodes:
         children = [node["flop"] for node in nodes.values() if node["parent"] == name]
         assert not children or sum(children) == pytest.approx(nodes[name]["flop"])
+
+
+def test_a_treemap_hides_what_is_too_small_to_read(ordinary: Run) -> None:
+    assert figures_of(facts_of(ordinary))["modules"]["layout"]["uniformtext"] == {"minsize": 10, "mode": "hide"}
 
 
 def test_modules_too_small_to_see_are_merged(tmp_path: Path) -> None:
@@ -483,7 +487,7 @@ def test_without_plotly_the_page_names_the_cure_and_the_end_of_a_run_is_silent(t
     assert answer.stdout == "None\n"
     assert answer.stderr.strip().splitlines()[-1] == (
         "flopmeter.errors.MissingLibraryError: the HTML report needs plotly, which is not installed: "
-        "run  pip install plotly"
+        "run pip install plotly"
     )
 
 
@@ -525,6 +529,19 @@ def test_a_terminal_shows_verdict_figures_bars_and_no_markup_of_the_run(hostile:
     assert "From 100 % of peak" in stream.getvalue()
 
 
+def test_that_no_cause_is_known_is_no_numbered_help(tmp_path: Path) -> None:
+    quick = {"perf/data_wait_share": 0.0, "perf/mfu": 0.1, "perf/hfu": 0.1}
+    facts = facts_of(run_of(tmp_path, runs.header(), *(runs.step(number, **quick) for number in range(1, 6))))
+    assert [(finding["rule"], finding["is_cause"]) for finding in facts["findings"]] == [("undetermined", False)]
+    text, markdown, html = (render_facts(facts, name) for name in ("txt", "md", "html"))
+    assert "\n  where the time went is undetermined: " in text
+    assert "\nWhere the time went is undetermined: " in markdown
+    assert "1. " not in text + markdown
+    assert '<ul class="findings">' in html
+    assert '<ol class="findings">' not in html
+    assert "Most useful first" not in html
+
+
 def flopmeter(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flopmeter", "report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -563,7 +580,29 @@ def test_the_command_prints_other_formats(tmp_path: Path) -> None:
     folder = runs.write_run(tmp_path, runs.ordinary_lines())
     assert json.loads(flopmeter(folder, "--format", "json").stdout)["headline"]["mfu"] == pytest.approx(runs.MFU)
     assert flopmeter(folder / "run.jsonl", "--format", "txt").stdout.splitlines()[0] == folder.name
+    assert flopmeter(folder, "--json").stdout == flopmeter(folder, "--format", "json").stdout
     assert not (folder / "report.html").exists()
+
+
+def test_a_run_without_a_step_says_so_and_gives_no_median(tmp_path: Path) -> None:
+    facts = facts_of(run_of(tmp_path, runs.header()))
+    text, markdown, html = (render_facts(facts, name) for name in ("txt", "md", "html"))
+    assert "  step time   no steps\n" in text
+    assert "| no steps |" in markdown
+    assert "<small>no steps</small>" in html
+    assert "95 % below" not in text + markdown + html.partition("<script")[0].replace("&nbsp;", " ")
+
+
+def test_markdown_says_which_mfu_stands_in_its_table(ordinary: Run) -> None:
+    assert "| MFU in steady steps | HFU |" in render(ordinary, "md")
+
+
+def test_a_small_mfu_keeps_two_digits_in_every_format(tmp_path: Path) -> None:
+    small = {"perf/mfu": 0.0024, "perf/hfu": 0.0024}
+    facts = facts_of(run_of(tmp_path, runs.header(), *(runs.step(number, **small) for number in range(1, 20))))
+    for name in ("txt", "md", "html"):
+        assert "0.24 %" in render_facts(facts, name).replace("&nbsp;", " ")
+    assert "is 0.24 %, very low" in facts["headline"]["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -571,6 +610,7 @@ def test_the_command_prints_other_formats(tmp_path: Path) -> None:
     [
         (["{here}/nothing"], 1, "cannot read"),
         (["{here}", "--format", "pdf"], 2, "there is no report format 'pdf'"),
+        (["{here}", "--json", "--format", "md"], 2, "--json and --format md contradict each other"),
         (["{here}", "-o", "{here}/none/report.html"], 1, "cannot write the report"),
     ],
 )

@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 
 import report_runs as runs
+from flopmeter.compare import compare
 from flopmeter.record import load_run
 from flopmeter.report import write_report
 from flopmeter.report._charts import figures_of
+from flopmeter.report._compare_page import comparison_page
 from flopmeter.report._facts import facts_of
 from flopmeter.report._page import body_of
+from flopmeter.report._series import series_of
+from made_runs import make_run, noisy
+from test_report import decoder_lines
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -199,6 +204,35 @@ def test_a_phone_needs_no_horizontal_scroll(opened: Opener, name: str, request: 
     for details in page.locator("details").all():
         details.evaluate("(element) => { element.open = true; }")
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_on_a_phone_the_labels_of_the_waterfall_are_whole(opened: Opener, ordinary: Path) -> None:
+    page = opened(ordinary, PHONE)
+    edges = page.evaluate(
+        """[...document.querySelectorAll('[data-figure=waterfall] .bartext')].map((text) =>
+           [text.textContent, text.getBoundingClientRect().right])"""
+    )
+    assert sum(text.endswith("pts") for text, _ in edges) >= 4
+    assert all(right <= PHONE["width"] for _, right in edges)
+
+
+def test_on_a_phone_the_table_of_conventions_is_read_without_scrolling(opened: Opener, tmp_path: Path) -> None:
+    page = opened(report_of(runs.write_run(tmp_path, decoder_lines())), PHONE)
+    assert page.evaluate("(() => { const t = document.querySelector('table.stacked'); return t.offsetWidth; })()") < 390
+    page = opened(tmp_path / "report.html", DESKTOP)
+    assert page.evaluate("getComputedStyle(document.querySelector('table.stacked thead')).position") == "static"
+
+
+def test_three_runs_side_by_side_have_the_width_of_the_window(opened: Opener, tmp_path: Path) -> None:
+    loaded = [make_run(tmp_path / name, noisy(0.1, 60, 1), 0.1) for name in ("before-all", "with-prefetch", "compiled")]
+    (tmp_path / "compare.html").write_text(comparison_page(compare(loaded), [series_of(run) for run in loaded]))
+    page = opened(tmp_path / "compare.html", {"width": 1400, "height": 900})
+    assert (
+        page.evaluate(
+            "(() => { const e = document.querySelector('.scroll'); return e.scrollWidth - e.clientWidth; })()"
+        )
+        == 0
+    )
 
 
 def test_paper_gets_dark_text_on_white_without_buttons(opened: Opener, ordinary: Path) -> None:

@@ -509,8 +509,36 @@ class TestHealthy:
         assert advice in finding.advice[0]
         assert "peak --measure" not in " ".join(finding.advice)
 
-    @pytest.mark.parametrize(("mode", "advice"), [("estimate", "mode: smart"), ("smart", "profile_steps: true")])
+    @pytest.mark.parametrize(("mode", "advice"), [("estimate", "mode: smart"), ("smart", "train longer")])
     def test_what_the_record_does_not_tell_another_record_would(self, tmp_path: Path, mode: str, advice: str) -> None:
         finding = find("healthy", tmp_path, PLAN.but(num_profiles=0, header={"mode": mode}))
         assert finding.evidence[0] == "unexplained: 44.0 % of the time"  # 100 less 50 ideal, 5 optimizer, 1 data wait
         assert advice in finding.advice[0]
+
+
+class TestUndetermined:
+    """Steps of 1000 ms at 50 ms of ideal; 944 of them are not split where none was sampled."""
+
+    dark = PLAN.but(matmul_s=0.970, num_profiles=0)
+
+    def test_a_short_run_is_to_be_longer_and_not_told_of_a_setting_that_is_on(self, tmp_path: Path) -> None:
+        finding = find("undetermined", tmp_path, self.dark)
+        assert finding.title.endswith("undetermined: too few steps were sampled; train longer")
+        assert finding.evidence == ("unexplained: 94.4 % of the time",)
+        assert "profile_steps" not in " ".join(finding.advice)
+
+    @pytest.mark.parametrize(
+        ("changes", "advice"),
+        [
+            ({"header": {"mode": "estimate"}}, "mode: smart"),
+            ({"num_steps": 60}, "profile_steps: true"),
+            ({"num_profiles": 1, "other_s": 2.0}, "the loop's own code"),
+        ],
+        ids=["estimate mode", "long enough to have been sampled", "sampled"],
+    )
+    def test_the_advice_goes_by_the_reason(self, tmp_path: Path, changes: dict[str, Any], advice: str) -> None:
+        assert advice in find("undetermined", tmp_path, self.dark.but(**changes)).advice[0]
+
+    def test_half_explained_is_healthy_and_only_one_of_the_two_speaks(self, tmp_path: Path) -> None:
+        assert look("undetermined", tmp_path, PLAN.but(num_profiles=0)) is None
+        assert look("healthy", tmp_path, self.dark) is None

@@ -134,6 +134,46 @@ def test_a_missing_script_is_pythons_own_error(tmp_path: Path) -> None:
     assert (code, said) == (2, python("nowhere.py", cwd=tmp_path)[2])
 
 
+FAILING = {
+    "no such script": ("nowhere.py",),
+    "no such module": ("-m", "nowhere"),
+    "no such module in a package": ("-m", "package.nowhere"),
+    "an error before torch": ("wrong.py",),
+    "the same in a module": ("-m", "wrong"),
+    "a package that cannot be imported": ("-m", "broken.train"),
+    "an import that fails": ("importing.py",),
+    "no such folder": ("nowhere/train.py", "--lr", "1"),
+    "a folder without a program": ("package",),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_to_an_error_before_torch_nothing_is_added(tmp_path: Path, name: str) -> None:
+    for package in ("package", "broken"):
+        (tmp_path / package).mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "broken" / "__init__.py").write_text("import nonsense")
+    (tmp_path / "wrong.py").write_text("print('starts')\n1/0\nimport torch")
+    (tmp_path / "importing.py").write_text("import nonsense")
+    answer = flopmeter_run(*FAILING[name], cwd=tmp_path)
+    assert answer == python(*FAILING[name], cwd=tmp_path)
+    assert answer[0] != 0
+
+
+def test_to_an_error_before_the_first_step_nothing_is_added(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import torch\ntorch.nn.Linear(2, 2)(torch.rand(1, 3))")
+    assert flopmeter_run("a.py", cwd=tmp_path) == python("a.py", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [("a.py",), ("-m", "a"), ("folder",)])
+def test_a_program_that_ends_well_without_torch_is_told_so(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "folder").mkdir()
+    for script in (tmp_path / "a.py", tmp_path / "folder" / "__main__.py"):
+        script.write_text("import os; os.chdir('/')")
+    code, _, said = flopmeter_run(*arguments, cwd=tmp_path)
+    assert (code, said) == (0, "flopmeter: nothing to measure: the program did not import torch\n")
+
+
 def test_the_environments_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = 'ran'; own = 1")
     (tmp_path / "program.py").write_text("import sys, sitecustomize; print(sys.mine, sitecustomize.own)")
@@ -778,22 +818,26 @@ def test_a_mistake_of_ours_ends_the_measuring_and_not_the_program(
     loop.plain()
     assert caplog.text.count("switched off") == 1
     assert "disk full" in caplog.text
+    assert not loop.model._forward_pre_hooks
 
 
 @pytest.mark.parametrize(
-    ("summary", "num_steps", "line"),
+    ("mfu", "num_before", "num_steps", "line"),
     [
-        ({"perf/mfu": 0.4357, "step_time_median_s": 0.212}, 50, "MFU 43.6 %, 212 ms per step, 50 steps; run: runs/a"),
-        ({"perf/mfu": None}, 1, "MFU unknown (too few steps), 1 step; run: runs/a"),
+        (0.4357, 2, 48, "MFU 43.6 %, 212 ms per step (median), 48 of 50 steps measured; run: runs/a"),
+        (0.4357, 0, 50, "MFU 43.6 %, 212 ms per step (median), 50 steps; run: runs/a"),
+        (None, 0, 1, "MFU unknown (too few steps), 1 step; run: runs/a"),
+        (None, 2, 1, "MFU unknown (too few steps), 1 of 3 steps measured; run: runs/a"),
     ],
 )
 def test_the_closing_line_counts_and_spells_as_the_report_does(
-    summary: dict[str, float | None], num_steps: int, line: str
+    mfu: float | None, num_before: int, num_steps: int, line: str
 ) -> None:
+    summary = {"perf/mfu": mfu} if mfu is None else {"perf/mfu": mfu, "step_time_median_s": 0.212}
     session = Session.__new__(Session)
     session._loaders = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
     session._monitor = SimpleNamespace(  # type: ignore[assignment]
         run_path=Path(__file__), finish_training=lambda: summary, num_steps=num_steps, output_dir="runs/a"
     )
-    session._has_models, session._num_before = True, 0
+    session._has_models, session._num_before = True, num_before
     assert session.finish() == line

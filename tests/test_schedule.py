@@ -82,3 +82,23 @@ def test_what_one_phase_of_the_training_spent_is_spent_for_the_next() -> None:
     warmup.note_measured(3, step_s=1.5, reading_s=0.25)
     main.inherit(warmup)
     assert main.measuring_s == 0.75
+
+
+def test_a_measurement_that_is_hastened_still_keeps_to_the_budget() -> None:
+    schedule = Schedule(1000, budget=0.01)
+    for _ in range(5):
+        schedule.note_step(0.1)
+    schedule.note_measured(4, step_s=0.2, reading_s=0.0)  # 0.1 s extra: two of them fit into 20 s
+    schedule.hasten(50)
+    assert not schedule.is_due(50, run_s=5.0, own_s=0.0)
+    assert schedule.next_step == 150
+    schedule.hasten(120)
+    assert schedule.is_due(120, run_s=20.0, own_s=0.0)
+
+
+def test_a_measurement_is_not_hastened_into_the_warm_up_nor_put_off() -> None:
+    schedule = Schedule(1000, budget=0.01)
+    schedule.hasten(1)
+    assert schedule.next_step == 3
+    schedule.hasten(7)
+    assert schedule.next_step == 3

@@ -374,7 +374,7 @@ def test_nobody_is_asked_for_a_key_at_the_terminal(tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(end)
     os.close(terminal)
-    assert "nobody is logged in here (run  wandb login); the run stays offline" in done.stdout
+    assert "nobody is logged in here (run wandb login); the run stays offline" in done.stdout
     assert history(tmp_path) == [{"training/loss": 2.0, "global_step": 1}]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from flopmeter.monitor.digest import NOTHING, StepRecord, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.steps import Steps
-from flopmeter.monitor.tracker import StepTracker
+from flopmeter.monitor.tracker import IN_STEP, StepTracker
 from flopmeter.monitor.workloads import Seen, WorkloadReader, resolve
+from flopmeter.timing import FORWARD, split
 from flopmeter.timing.late import LateNumber
-from simulated_device import UNKNOWN, Queue
+from simulated_device import UNKNOWN, Host, Queue
 
 
 class Loop:
@@ -125,6 +126,150 @@ def test_what_is_said_stands_with_the_step_that_it_is_of(script: str, said: list
     loop = Script()
     assert loop.run(script) == said
     assert loop.failures == []
+
+
+class Timed(Loop):
+    """A loop in letters, each of which takes a second.
+
+    w: waits for data. f: a forward pass. n, e: one without gradients, in training and in evaluation mode. b: a backward
+    pass. s: a step of the optimizer.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_optimizer: bool = True) -> None:
+        super().__init__()
+        self.now_ns = 1_000_000_000
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        tracker = self.tracker
+        monkeypatch.setattr("flopmeter.monitor.tracker.perf_counter_ns", lambda: self.now_ns)
+        monkeypatch.setattr(tracker.clock, "_now_ns", lambda: self.now_ns)
+        monkeypatch.setattr(tracker, "_event", lambda event, **fields: self.events.append((event, fields)))
+        tracker.has_optimizer = has_optimizer
+        tracker.clock.start()
+        self.calls = {
+            "w": (tracker.on_wait, tracker.on_batch),
+            "f": (lambda: tracker.on_forward((), {}), tracker.on_forward_end),
+            "n": (lambda: tracker.on_evaluation(is_training=True), tracker.on_evaluation_end),
+            "e": (lambda: tracker.on_evaluation(is_training=False), tracker.on_evaluation_end),
+            "b": (lambda: tracker.on_backward(None), tracker.on_backward_end),
+            "s": (tracker.on_optimizer, self.end_step),
+        }
+        self.has_optimizer = has_optimizer
+
+    def end_step(self) -> None:
+        if self.has_optimizer:
+            self.tracker.on_optimizer_end()
+        else:  # the loop tells by `log_step`
+            self.steps.end(self.now_ns)
+
+    def do(self, script: str) -> None:
+        for letter in script.replace(" ", ""):
+            begin, end = self.calls[letter]
+            begin()
+            self.now_ns += 1_000_000_000
+            end()
+
+    def run(self, script: str) -> list[int]:
+        """Seconds of each step so far."""
+        self.do(script)
+        self.steps.flush()
+        return [split(record.clock).step_ns // 1_000_000_000 for record in self.records]
+
+    @property
+    def num_pauses(self) -> int:
+        return len([name for name, _ in self.events if name == "pause"])
+
+    @property
+    def warnings(self) -> list[str]:
+        return [fields["message"] for name, fields in self.events if name == "warning"]
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds"),
+    [
+        pytest.param("n f b s", 4, id="self-conditioning"),
+        pytest.param("e f b s", 4, id="the same in evaluation mode"),
+        pytest.param("w n f b s", 5, id="with a loader"),
+        pytest.param("n n n f b s", 6, id="a rollout"),
+        pytest.param("f n b s", 4, id="a target network"),
+        pytest.param("n f n b s", 5, id="both"),
+        pytest.param("n f b n f b s", 7, id="with accumulation"),
+    ],
+)
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_forward_passes_without_gradients_in_every_step_belong_to_it(
+    monkeypatch: pytest.MonkeyPatch, step: str, seconds: int, has_optimizer: bool
+) -> None:
+    loop = Timed(monkeypatch, has_optimizer=has_optimizer)
+    times = loop.run(step * 10)
+    assert times[WARMUP_STEPS - 1 :] == [seconds] * (11 - WARMUP_STEPS)
+    assert loop.num_pauses <= WARMUP_STEPS
+    assert loop.warnings == [IN_STEP]
+
+
+def test_a_forward_pass_without_gradients_in_the_middle_of_a_step_is_no_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Timed(monkeypatch)
+    assert loop.run("fbs fnbs fbs fbs fbnfbs fbs")[1:] == [4, 3, 3, 6, 3]
+    assert loop.num_pauses == 0
+
+
+def test_one_in_every_other_step_is_a_habit_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Timed(monkeypatch)  # self-conditioning is done with half of the batches
+    assert loop.run("fbs nfbs fbs nfbs" + "fbs nfbs" * 4)[4:] == [3, 4] * 4
+    assert loop.num_pauses == 2
+
+
+@pytest.mark.parametrize("evaluation", ["eeee", "nnnn", "e"])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_what_comes_every_few_steps_is_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch, evaluation: str, has_optimizer: bool
+) -> None:
+    loop = Timed(monkeypatch, has_optimizer=has_optimizer)
+    assert loop.run(("fbs" * 3 + evaluation) * 5 + "fbs") == [3] * 16
+    assert loop.num_pauses == 5
+    assert loop.warnings == []
+
+
+def test_an_evaluation_every_other_step_is_one_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Timed(monkeypatch)
+    assert loop.run("ee fbs fbs" * 6) == [3] * 12
+    assert loop.num_pauses == 5  # the first one is start-up
+
+
+def test_an_evaluation_is_told_from_the_steps_own_passes_by_the_models_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Timed(monkeypatch)
+    assert loop.run("nfbs" * 5 + "eee" + "nfbs" * 5)[2:] == [4] * 8
+    pauses = [fields["duration_s"] for name, fields in loop.events if name == "pause"]
+    assert pauses[-1] == 3.0
+
+
+def test_a_pass_without_gradients_that_is_the_steps_is_in_its_forward_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Timed(monkeypatch)
+    loop.run("wnfbs" * 6)
+    data_wait, _, forward, backward, optimizer, other = split(loop.records[-1].clock).phase_ns
+    assert [ns / 1e9 for ns in (data_wait, forward, backward, optimizer, other)] == [1, 2, 1, 1, 0]
+
+
+def test_what_is_said_before_a_pass_without_gradients_is_still_of_the_running_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Timed(monkeypatch)
+    loop.do("fbs f")
+    loop.steps.tell({"step": 2, "loss": None, "grad_norm": None})
+    loop.run("nbs")
+    assert [record.values.get("step") for record in loop.records] == [None, 2]
+
+
+def test_in_a_pause_that_was_told_nothing_is_a_habit(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Timed(monkeypatch)
+    for _ in range(6):
+        loop.do("fbs")
+        loop.tracker.num_pauses = 1
+        loop.do("eee")
+        loop.tracker.num_pauses = 0
+    assert loop.events == []
+    assert loop.run("fbs eee fbs")[-1] == 3
 
 
 def test_what_is_replaced_gives_its_slot_back() -> None:
@@ -251,6 +396,22 @@ def test_what_never_comes_is_unknown_at_the_end(monkeypatch: pytest.MonkeyPatch)
     assert dataset_values(taken) == {"dataset/web/samples": 2}
 
 
+@pytest.mark.parametrize(("step_s", "waits_s"), [(0.1, 1.0), (2.0, 8.0), (60.0, 10.0)])
+def test_the_last_numbers_are_waited_for_as_long_as_steps_take(
+    step_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Host()
+    monkeypatch.setattr("flopmeter.monitor.steps.monotonic", lambda: clock.now_s)
+    monkeypatch.setattr("flopmeter.monitor.steps.sleep", clock.work)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    loop = Loop()
+    values = {"step": 1, "loss": LateNumber(torch.zeros(()), Event(), []), "grad_norm": None}
+    loop.steps._pending.append(StepRecord(0, 0.0, (0, FORWARD, round(step_s * 1e9)), values=values))
+    loop.steps.flush()
+    assert clock.now_s == pytest.approx(waits_s, abs=0.01)
+    assert math.isnan(loop.records[0].values["loss"])
+
+
 def test_a_device_that_fails_leaves_the_step_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Ahead(monkeypatch)
     loop.queue.device.fail_at_query = 1
@@ -271,8 +432,11 @@ def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(m
         def note_autocast(self) -> None:
             pass
 
-        def finish(self, seen: Sequence[Seen]) -> None:
-            workload = resolve(seen)
+        def is_changed(self) -> bool:
+            return False
+
+        def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
+            workload = resolve(seen())
             learnt.append(workload and workload.tokens)
 
     loop.tracker.source = Source()  # type: ignore[assignment]
@@ -284,6 +448,34 @@ def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(m
     loop.step(6)
     # The second and the third copy lie behind a step that the device has not done.
     assert learnt == [6, None, None, 12]
+    assert loop.failures == []
+
+
+def test_a_device_that_is_seconds_behind_is_waited_for_once_the_count_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, told = Ahead(monkeypatch), []
+    host = loop.queue.device.host
+    monkeypatch.setattr("flopmeter.timing.late.sleep", lambda _: loop.queue.pass_s(0.01))
+    monkeypatch.setattr("flopmeter.timing.late.monotonic", lambda: host.now_s)
+
+    class Source:
+        is_measuring, kind, measures = True, "observed", False
+
+        def note_autocast(self) -> None:
+            pass
+
+        def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
+            told.append(host.now_s)
+            workload = resolve(seen())
+            told.append(workload and workload.tokens)
+            told.append(host.now_s)
+
+    loop.step(3)
+    loop.step(4)
+    loop.step(5)
+    loop.tracker.source = Source()  # type: ignore[assignment]
+    loop.effort.is_measuring, loop.steps.next_look = True, 0
+    loop.step(6)  # behind three steps of a second each
+    assert told == [0.0, 12, pytest.approx(3.0, abs=0.02)]
     assert loop.failures == []
 
 

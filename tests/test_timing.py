@@ -2,14 +2,22 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.overrides import TorchFunctionMode
 
 from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OTHER, PhaseClock, StepTime, split
-from flopmeter.timing.late import HostCopies, LateNumber, LateNumbers, _Slots
+from flopmeter.timing.late import HostCopies, LateNumber, LateNumbers, _Slots, to_host
 from simulated_device import UNKNOWN, Queue
 
 
@@ -160,6 +168,75 @@ def test_taking_from_a_device_reads_nothing() -> None:
     assert value.is_ready()
     with pytest.raises(RuntimeError, match="meta"):
         value.read()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_norm_that_every_rank_has_whole_is_taken_from_this_one(mesh: DeviceMesh) -> None:
+    norm = DTensor.from_local(torch.ones((), device="meta"), mesh, [Replicate()], run_check=False)  # as FSDP2's is
+    assert isinstance(LateNumbers().take(norm), LateNumber)
+    assert LateNumbers().take(DTensor.from_local(torch.tensor(2.5), mesh, [Replicate()])) == 2.5
+
+
+def test_a_number_that_is_spread_over_the_ranks_is_unknown_and_no_collective(
+    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = LateNumbers()
+    for _ in range(3):
+        assert math.isnan(numbers.take(DTensor.from_local(torch.tensor(2.5), mesh, [Partial()])))
+    assert caplog.text.count("full_tensor") == 1
+
+
+def test_slots_that_were_made_in_inference_mode_hold_numbers_outside_of_it() -> None:
+    with torch.inference_mode():
+        slots = _Slots(torch.device("cpu"), num_slots=2)
+        first = slots.put(torch.tensor(1.0))
+    second = slots.put(torch.tensor(2.0))
+    assert isinstance(first, LateNumber)
+    assert isinstance(second, LateNumber)
+    assert (first.read(), second.read()) == (1.0, 2.0)
+
+
+def test_a_copy_goes_to_the_host_whatever_the_default_device_is() -> None:
+    class OnCuda:
+        """As far as the copy looks at it."""
+
+        shape, dtype, device = torch.Size([3]), torch.int64, torch.device("cuda", 0)
+
+    made: list[dict[str, Any]] = []
+
+    class Empty(TorchFunctionMode):
+        """Makes what is asked for without CUDA, beneath the default device."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.empty:
+                made.append(kwargs)
+                return SimpleNamespace(copy_=lambda tensor, non_blocking: tensor)
+            return func(*args, **(kwargs or {}))
+
+    with Empty(), torch.device("meta"):
+        to_host(OnCuda())  # type: ignore[arg-type]
+    assert [(kwargs["device"], kwargs["pin_memory"]) for kwargs in made] == [("cpu", True)]
+
+
+def test_copies_that_were_read_elsewhere_die_where_new_ones_are_made(queue: Queue) -> None:
+    copies, threads = HostCopies(), []
+    for _ in range(3):
+        record = [torch.ones(1)]
+        weakref.finalize(record[0], lambda: threads.append(threading.current_thread()))
+        reader = threading.Thread(target=copies.used.append, args=(record,))
+        del record
+        reader.start()
+        reader.join()
+        del reader
+    assert threads == []
+    copies.put(torch.ones(1))
+    assert threads == [threading.current_thread()] * 2  # the last one may still be in use
 
 
 def test_a_slot_is_used_again_only_after_it_was_read() -> None:

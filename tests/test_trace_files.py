@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from flopmeter.cli import trace as command
 from flopmeter.errors import RecordError, TraceError
+from flopmeter.record import load_run
 from flopmeter.traces import load_any, load_trace, text
 from flopmeter.traces.events import MAX_EVENT_BYTES, Event, EventReader
 from flopmeter.traces.text import TraceText
@@ -330,5 +331,32 @@ def test_a_folder_of_runs_names_those_that_it_holds(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_any_run_says_which_file_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"cannot read the run file .*run\.jsonl"):
+    with pytest.raises(RecordError, match=r"holds no run \(no run\.jsonl\)$"):
         load_any(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mien", "mine2"])
+def test_a_misspelt_run_is_told_with_the_one_beside_it(tmp_path: Path, name: str) -> None:
+    for other in ("mine", "something_else"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "run.jsonl").touch()
+    for load in (load_any, load_run):
+        with pytest.raises(RecordError, match=r"cannot read .*: No such file or directory; did you mean .*/mine\?$"):
+            load(tmp_path / name)
+    with pytest.raises(RecordError, match=r"No such file or directory$"):
+        load_any(tmp_path / "xyz")
+
+
+def test_what_is_neither_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Some text\n")
+    (tmp_path / "pyproject.toml").write_text("[build-system]\n")
+    for name in ("README.md", "pyproject.toml"):
+        with pytest.raises(RecordError, match="neither a run file nor a profiler trace: ") as found:
+            load_any(tmp_path / name)
+        assert str(found.value).count(name) == 1
+
+
+def test_a_run_given_as_a_trace_is_told_with_the_command_for_runs(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").touch()
+    with pytest.raises(TraceError, match=f"is a run, not a trace: flopmeter diagnose {tmp_path}$"):
+        load_trace(tmp_path)

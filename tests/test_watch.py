@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flopmeter import ConfigError, TrainingMonitor, load_run, watch
 from flopmeter.flops.observe import observe
 from flopmeter.flops.workload import Needs
+from flopmeter.monitor.tracker import IN_STEP
 from flopmeter.monitor.workloads import WorkloadReader, resolve
 from flopmeter.report._facts import facts_of
 
@@ -132,6 +134,58 @@ def test_evaluation_is_a_pause_and_no_step(tmp_path: Path) -> None:
     assert len(run) == 12
     pauses = [event["name"] for event in run.events if event["event"] == "pause"]
     assert [name for name in pauses if name != "flopmeter"] == ["eval"]  # the others: reading what was measured
+
+
+def test_passes_without_gradients_in_every_step_are_no_pauses_and_their_flop_is_not_counted(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
+    x = torch.ones(BATCH, WIDTH)
+    for _ in range(12):  # self-conditioning, and a target before the backward pass
+        with torch.no_grad():
+            guess = model(x)
+        out = model(x + guess)
+        with torch.no_grad():
+            target = model(x)
+        (out - target).square().mean().backward()
+        optimizer.step()
+    monitor.finish_training()
+    run = load_run(tmp_path)
+    pauses = [event["after_step"] for event in run.events if event["event"] == "pause" and event["name"] == "eval"]
+    assert all(step < 3 for step in pauses)
+    assert [event["message"] for event in run.events if event["event"] == "warning"] == [IN_STEP]
+    # Two layers forward, both weights and one input backward: that of the one pass with gradients.
+    assert run.column("perf/model_flop")[-1] == 5 * LAYER
+
+
+LOGGINGS = {
+    "none": ("", "flopmeter: "),
+    "its own": ("import logging; logging.basicConfig()", "WARNING:flopmeter:"),
+    "its own, set up later": ("", "WARNING:flopmeter:"),
+    "a handler for us": ("import logging; logging.getLogger('flopmeter').addHandler(logging.StreamHandler())", ""),
+    "a handler that keeps us silent": (
+        "import logging; logging.getLogger('flopmeter').addHandler(logging.NullHandler())", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGGINGS)
+def test_a_warning_says_whose_it_is_where_the_program_has_no_logging(tmp_path: Path, name: str) -> None:
+    setup, signature = LOGGINGS[name]
+    code = f"""
+{setup}
+import logging
+from flopmeter import TrainingMonitor
+for _ in range(3):
+    with TrainingMonitor("run", {{"monitoring": {{"sinks": []}}}}) as monitor:
+        monitor.log_step(1)
+    if {name == "its own, set up later"}:
+        logging.basicConfig()
+"""
+    answer = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    message = "run holds a run that has ended; this one is added to it"
+    lines = [line.partition(message)[0] for line in answer.stderr.splitlines() if message in line]
+    assert lines == ([] if signature is None else [signature] * 2)
 
 
 def test_everything_is_taken_away_again(tmp_path: Path) -> None:
@@ -584,3 +638,38 @@ def test_a_mask_that_numpy_writes_over_later_is_read_before(is_made_by_numpy: bo
     buffer[:] = 0
     found = [resolve([seen]) for seen in reader.take()]
     assert [workload and workload.tokens for workload in found] == [2 * 8, 2 * 3]
+
+
+@pytest.mark.parametrize("how", ["found", "said"])
+def test_an_evaluation_that_begins_with_a_measured_step_is_not_measured(tmp_path: Path, how: str) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    was_measuring = []
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG) as monitor:
+        for number in range(1, 8):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            if number == 3:  # the next one is to be observed
+                assert monitor._effort.is_measuring
+                with monitor.pause("eval") if how == "said" else nullcontext(), torch.no_grad():
+                    for _ in range(2):
+                        model(torch.ones(2, 8))
+                        was_measuring.append(torch._C._len_torch_dispatch_stack() > 0)
+    assert was_measuring == [False, False]
+    run = load_run(tmp_path)
+    assert [index for index, marks in run.marks.items() if "observed" in marks] == [4]  # the one after it instead
+    assert [event["event"] for event in run.events].count("count") == 1
+
+
+def test_a_loop_that_calls_its_model_without_gradients_in_every_step_is_measured_all_the_same(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG):
+        for _ in range(10):
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    run = load_run(tmp_path)
+    assert [event["event"] for event in run.events].count("count") == 1
+    assert run.column("perf/model_flop")[-1] == 2 * 2 * (2 * 8 * 8)  # forward, and the gradient of the weights

@@ -154,12 +154,18 @@ def test_with_unknown_flops_the_note_says_so(tmp_path: Path) -> None:
     assert "the FLOPs of a step are not in the record" in plan.run(tmp_path).waterfall().note
 
 
-def marked_run(folder: Path, durations_s: list[float], marks: dict[int, list[str]]) -> Run:
+def marked_run(
+    folder: Path, durations_s: list[float], marks: dict[int, list[str]], ideals_s: list[float] | None = None
+) -> Run:
+    """Steps with an ideal of 0.1 s each, or of what is given; then FLOPs at a peak of 1 TFLOP/s are known, too."""
     lines: list[dict[str, Any]] = [{"kind": "header", "schema": 1, "started_at": START_S}]
     now_s = START_S
     for place, step_s in enumerate(durations_s):
         now_s += step_s
-        metrics = {"perf/step_time": step_s, "perf/mfu": 0.1 / step_s, "perf/data_wait_share": 0.01 / step_s}
+        ideal_s = ideals_s[place] if ideals_s else 0.1
+        metrics = {"perf/step_time": step_s, "perf/mfu": ideal_s / step_s, "perf/data_wait_share": 0.01 / step_s}
+        if ideals_s:
+            metrics["perf/model_flop"] = ideal_s * 1e12
         line: dict[str, Any] = {"kind": "step", "step": place, "time": now_s, "metrics": metrics}
         lines.append(line | ({"marks": marks[place]} if place in marks else {}))
     return record(folder, lines)
@@ -188,10 +194,51 @@ def test_what_measured_steps_took_longer_is_a_pause(tmp_path: Path) -> None:
     assert "measuring 0.8 s" in next(part.how for part in result.parts if part.name == "pauses")
 
 
+BIG_S, SMALL_S, BIG_IDEAL_S, SMALL_IDEAL_S = 0.4, 0.1, 0.2, 0.02
+
+
+def test_a_measured_step_has_its_own_flop_and_is_held_against_steps_of_its_own_work(tmp_path: Path) -> None:
+    # Four big and four small steps; two more small ones were measured and took 50 ms longer for it.
+    durations_s = [BIG_S, SMALL_S] * 4 + [0.15, 0.15]
+    ideals_s = [BIG_IDEAL_S, SMALL_IDEAL_S] * 4 + [SMALL_IDEAL_S] * 2
+    run = marked_run(tmp_path, durations_s, {8: ["observed"], 9: ["profiled"]}, ideals_s)
+    result = run.waterfall()
+    found = seconds_of(result)
+    assert found["ideal"] == pytest.approx(4 * BIG_IDEAL_S + 6 * SMALL_IDEAL_S)
+    assert found["pauses"] == pytest.approx(2 * 0.05)
+    flop = math.fsum(run.column("perf/model_flop"))
+    assert result.mfu == pytest.approx(flop / 1e12 / math.fsum(durations_s))
+    assert "like the others" not in result.parts[0].how
+
+
+def test_a_measured_step_that_did_less_than_any_other_makes_measuring_no_gain(tmp_path: Path) -> None:
+    run = marked_run(tmp_path, [BIG_S] * 8 + [0.05], {8: ["observed"]}, [BIG_IDEAL_S] * 8 + [0.001])
+    found = seconds_of(run.waterfall())
+    assert found["pauses"] == 0
+    assert found["ideal"] == pytest.approx(8 * BIG_IDEAL_S + 0.001)
+
+
+def test_a_measured_step_without_flop_is_taken_to_be_like_the_others(tmp_path: Path) -> None:
+    run = marked_run(tmp_path, [0.2] * 4 + [0.5], {4: ["observed"]})
+    run.columns["perf/mfu"][4] = math.nan
+    result = run.waterfall()
+    assert seconds_of(result)["ideal"] == pytest.approx(5 * 0.1)
+    assert "1 of 5 steps taken to be like the others" in result.parts[0].how
+
+
 def test_a_window_of_marked_steps_only_is_split_and_says_so(tmp_path: Path) -> None:
     result = marked_run(tmp_path, [0.2, 0.4], {0: ["profiled"], 1: ["profiled"]}).waterfall()
-    assert seconds_of(result)["ideal"] == pytest.approx(0.2)
+    assert seconds_of(result)["data_wait"] == pytest.approx(0.02)
     assert "none is ordinary" in result.note
+
+
+@pytest.mark.parametrize("mark", ["warmup", "observed", "profiled"])
+def test_without_an_ordinary_step_mfu_is_unknown_as_it_is_among_the_steady_ones(tmp_path: Path, mark: str) -> None:
+    run = marked_run(tmp_path, [0.2, 0.4], {0: [mark], 1: [mark]})
+    result = run.waterfall()
+    assert run.steady() == []
+    assert (result.mfu, "ideal" in seconds_of(result)) == (None, False)
+    assert result.note.startswith("MFU is unknown: too few steps")
 
 
 def test_a_window_holds_its_own_steps_pauses_and_samples(tmp_path: Path) -> None:
@@ -281,6 +328,12 @@ def test_on_a_gpu_only_the_wait_that_left_it_idle_is_lost(tmp_path: Path) -> Non
     found = seconds_of(HEALTHY.but(device="cuda", events=(idle,)).run(tmp_path).waterfall())
     assert found["data_wait"] == pytest.approx(40 * 0.0002)
     assert found["optimizer"] == pytest.approx(40 * 0.006)
+
+
+def test_on_a_gpu_communication_is_exposed_where_the_device_has_nothing_else_to_do(tmp_path: Path) -> None:
+    marks = event("device_time", START_S + 2, num_steps=10, device_s={"backward": 0.05, "communication": 0.004})
+    found = seconds_of(HEALTHY.but(device="cuda", exposed_s=None, events=(marks,)).run(tmp_path).waterfall())
+    assert found["exposed_communication"] == pytest.approx(40 * 0.004)
 
 
 def test_on_a_gpu_without_marks_the_optimizer_is_what_the_kernels_took(tmp_path: Path) -> None:

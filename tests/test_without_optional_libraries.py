@@ -128,7 +128,7 @@ def test_only_its_own_integration_cannot_be_imported(answers: dict[str, Any], ca
     assert set(refused) <= {f"flopmeter.integrations.{library}" for library in case.split("+")}
     for kind, message in refused.values():
         assert kind == "MissingLibraryError"
-        assert "which is not installed: run  pip install" in message
+        assert "which is not installed: run pip install" in message
         assert "\n" not in message
 
 
@@ -144,7 +144,7 @@ def test_a_sink_names_what_it_lacks(answers: dict[str, Any], library: str) -> No
     assert kind == "MissingLibraryError"
     assert message == (
         f"the sink {SINKS[library]} needs {library}, which is not installed: "
-        f"run  pip install 'flopmeter[{SINKS[library]}]'"
+        f"run pip install 'flopmeter[{SINKS[library]}]'"
     )
 
 

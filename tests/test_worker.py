@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,22 @@ HEADER = {"kind": "header", "schema": 1}
 def digest(item: Any) -> Delivery:
     line = {"kind": "step", "step": item, "metrics": {"x": float(item)}}
     return Delivery(line, item, line["metrics"], line["metrics"] if item % 2 == 0 else None)
+
+
+def test_steps_that_hold_copies_are_handed_back_and_no_others(tmp_path: Path) -> None:
+    class Item(int):
+        has_copies = False
+
+    class Lent(Item):
+        has_copies = True
+
+    context = SinkContext(config=MonitorConfig(), output_dir=tmp_path)
+    worker = Worker(RunWriter(tmp_path / "run.jsonl"), (), context, digest, HEADER, flush_every=200, flush_s=5.0)
+    worker.used = deque()
+    for item in (Item(1), Lent(2), Item(3), Lent(4)):
+        worker.put(item)
+    worker.close()
+    assert [item for items in worker.used for item in items] == [2, 4]
 
 
 class Recorder:

@@ -132,6 +132,52 @@ def test_micro_batches_add_up() -> None:
     assert (both.window, both.pairs_window) == (2, listed_pairs([5, 3, 4], window=2))
 
 
+def test_a_text_beside_images_keeps_the_pairs_within_their_windows() -> None:
+    """4 x 6 patches in windows of 4 x 4: 4 x 4, and 4 x 2 that are left over. The text has none."""
+    needs = _windowed(merge=2, cells=2)
+    images = workload_of({"input_ids": ids(1, 9), "image_grid_thw": torch.tensor([[1, 4, 6]])}, needs)
+    both = Workload.of_lengths([5, 3], needs=needs) + images
+    assert (both.patch_window, both.patch_pairs_window) == (needs.patch_window, 16**2 + 8**2)
+
+
+def test_the_batch_may_be_the_second_dimension() -> None:
+    needs = Needs(reads="sequence", is_sequence_first=True)
+    work = workload_of(torch.zeros(7, 2, 4), needs)
+    assert (work.samples, work.tokens, work.pairs_processed) == (2, 14, 2 * 7**2)
+    assert (work.images, work.values, work.values_squared) == (2, 56, 2 * 28**2)
+    assert workload_of(ids(7, 2), needs).pairs_causal == 2 * listed_pairs([7])
+
+
+def test_three_dimensions_are_a_sequence_only_for_a_model_of_sequences() -> None:
+    recording = torch.zeros(2, 3, 50)
+    assert workload_of(recording, Needs(reads="sequence")).tokens == 6
+    work = workload_of(recording, Needs(reads="values"))
+    assert (work.samples, work.tokens, work.values) == (2, 0, 300)
+
+
+def test_sentences_and_images_may_come_one_by_one() -> None:
+    sentences = {"tokens": [torch.zeros(n, dtype=torch.long) for n in (5, 3)]}
+    assert workload_of(sentences, Needs(reads="text")).pairs_causal == listed_pairs([5, 3])
+    work = workload_of({"images": [torch.zeros(3, 4, 4), torch.zeros(3, 2, 2)]}, Needs(reads="values"))
+    assert (work.samples, work.images, work.values, work.values_squared) == (2, 2, 60, 48**2 + 12**2)
+
+
+def test_inputs_of_the_same_samples_in_a_list_are_one_input() -> None:
+    work = workload_of({"views": [torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 2, 2)]}, Needs(reads="values"))
+    assert (work.samples, work.images, work.values) == (2, 2, 2 * (48 + 12))
+
+
+def test_what_is_looked_up_one_by_one_is_a_sample_each() -> None:
+    work = workload_of({"user": ids(1, 5)[0], "item": ids(1, 5)[0]}, Needs(reads="ids"))
+    assert (work.samples, work.tokens, work.pairs_causal) == (5, 5, 5)
+
+
+def test_a_mask_that_numbers_its_documents_counts_each_token_once() -> None:
+    numbered = torch.tensor([[1, 1, 2, 2, 2], [1, 1, 1, 0, 0]])
+    for values in (numbered, numbered.float(), torch.where(numbered > 0, 0.0, float("-inf"))):
+        assert workload_of({"input_ids": ids(2, 5), "attention_mask": values}).tokens == 8
+
+
 def test_pairs_of_different_windows_are_not_added() -> None:
     both = Workload.of_lengths([5], needs=Needs(window=2)) + Workload.of_lengths([5], needs=Needs(window=3))
     assert (both.window, both.pairs_window, both.pairs_causal) == (0, 0, 30)

@@ -355,10 +355,13 @@ def read_config(path: Path) -> Architecture:
 def read_config_file(path: Path) -> dict[str, Any]:
     """What a transformers `config.json` holds."""
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise ConfigError(f"{path} holds no model (no config.json): name a config.json, its folder, or a model")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as a model's config.json: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{file} cannot be read as a model's config.json: {reason}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}, not the settings of a model's config.json")
     return config

@@ -8,11 +8,14 @@
     ├── TraceError                  a profiler trace cannot be read
     └── MissingLibraryError         an optional library is needed and absent
 
-Every message is one line that says what happened, what we know, and what to do.
+Every message is one line that says what happened, what we know, and what to do. What only deserves a warning goes to
+the logger `flopmeter`; where the program has no logging, it is signed.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -46,7 +49,8 @@ class MissingLibraryError(FlopmeterError):
 
     def __init__(self, library: str, *, needed_for: str, extra: str | None = None) -> None:
         target = f"'flopmeter[{extra}]'" if extra else library
-        super().__init__(f"{needed_for} needs {library}, which is not installed: run  pip install {target}")
+        verb = "are" if " and " in library else "is"
+        super().__init__(f"{needed_for} needs {library}, which {verb} not installed: run pip install {target}")
         self.library = library
 
 
@@ -62,3 +66,24 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     if not near:
         return otherwise or there_are
     return f"did you mean {near[0]!r}?" + (f" ({there_are})" if len(names) <= FEW_NAMES else "")
+
+
+def sign_warnings() -> None:
+    """Have our warnings say whose they are, where the program has no logging of its own. Safe to call again."""
+    if not any(isinstance(handler, _Signed) for handler in _LOGGER.handlers):
+        _LOGGER.addHandler(_Signed(logging.WARNING))
+
+
+_LOGGER = logging.getLogger("flopmeter")
+
+
+class _Signed(logging.Handler):
+    """In the place of Python's handler of last resort, which prints the bare message; silent where there is another."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.root.handlers or len(_LOGGER.handlers) > 1:
+            return
+        try:
+            print(f"flopmeter: {self.format(record)}", file=sys.stderr)  # today's: notebooks and tests replace it
+        except Exception:  # noqa: BLE001 - what becomes of it is for the logging module to say
+            self.handleError(record)

@@ -9,7 +9,7 @@ The wall time runs from the first header to the last line of the file and splits
 
     productive      steps whose work is still in the model; warm-up steps train it too, so they belong here
     lost steps      steps that a restart threw away: those after the checkpoint from which it resumed
-    measuring       what an observed or profiled step took beyond its neighbours: the step counts, the surplus does not
+    measuring       what an observed or profiled step took beyond its like: the step counts, the surplus does not
     pauses          by name, wherever they fell, in lost stretches as well; one inside another counts once, as the inner
     restarts        from the last step or pause of one start to the header of the next
     start-up        from a header to the beginning of its first step, pauses aside
@@ -26,7 +26,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +41,10 @@ LATEST_S = 1e11
 """No run is dated after the year 5000."""
 NUM_NEIGHBOURS = 5
 """Unmarked steps on either side that a measured step is held against."""
+REACH = 200
+"""Steps on either side among which those of the same work are looked for."""
+SAME_WORK = 0.01
+"""FLOPs that differ by no more are the same work."""
 TOLERANCE = 0.01
 """Share of the wall time by which the parts may exceed it (clocks are adjusted) before no share is given."""
 
@@ -58,7 +62,7 @@ class Goodput:
     lost_steps_s: float
     """Steps that a restart threw away, whether or not they have been redone yet."""
     measuring_s: float
-    """Surplus of observed and profiled steps over the median of the unmarked steps around them."""
+    """Surplus of observed and profiled steps over the median of unmarked steps around them that did the same."""
     pause_s: Mapping[str, float]
     """Seconds by name of the pause: evaluation, checkpoint."""
     restart_s: float
@@ -216,6 +220,27 @@ def _judge_steps(number: array[int], starts: Iterable[_Start]) -> tuple[list[ran
     return kept, lost
 
 
+def surplus_s(run: Run, step_s: array[float], place: int, within: range, otherwise_s: float) -> float:
+    """What a marked step took beyond the nearest unmarked ones of the same work; below zero where it was fast.
+
+    Args:
+        within: Positions of the steps that it may be held against.
+        otherwise_s: What it is held against where none did the same work. If its work was another, as its FLOPs tell,
+            it has no surplus below zero: it was shorter because it did less.
+    """
+    flop = run.columns.get("perf/model_flop")
+    if flop is None or not 0 < flop[place] < math.inf:
+        return step_s[place] - otherwise_s
+    alike_s: list[float] = []
+    for near in chain.from_iterable((place - distance, place + distance) for distance in range(1, REACH + 1)):
+        is_ordinary = near in within and near not in run.marks and 0 <= step_s[near] < LONGEST_S
+        if is_ordinary and abs(flop[near] - flop[place]) <= SAME_WORK * flop[place]:
+            alike_s.append(step_s[near])
+            if len(alike_s) == 2 * NUM_NEIGHBOURS:
+                break
+    return step_s[place] - median(alike_s) if alike_s else max(step_s[place] - otherwise_s, 0.0)
+
+
 def _surpluses(run: Run, step_s: array[float], kept: Iterable[range]) -> Iterator[float]:
     """What each measured step took beyond the unmarked steps around it; nothing where there are none to compare."""
     measured = [place for place, marks in run.marks.items() if "observed" in marks or "profiled" in marks]
@@ -224,7 +249,7 @@ def _surpluses(run: Run, step_s: array[float], kept: Iterable[range]) -> Iterato
             around = range(max(place - NUM_NEIGHBOURS, steps.start), min(place + NUM_NEIGHBOURS + 1, steps.stop))
             usual_s = [step_s[near] for near in around if near not in run.marks and 0 <= step_s[near] < LONGEST_S]
             if usual_s and 0 <= step_s[place] < LONGEST_S:
-                yield step_s[place] - median(usual_s)
+                yield surplus_s(run, step_s, place, steps, median(usual_s))
 
 
 def _start_up_s(time: array[float], step_s: array[float], start: _Start) -> float:

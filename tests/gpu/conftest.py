@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 def _no_hidden_waits() -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # torch calls it a prototype, once a process
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

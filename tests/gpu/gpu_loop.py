@@ -57,6 +57,18 @@ class Loop:
         return losses
 
 
+class Text(nn.Module):
+    """A few wide products: each step keeps the device busy long after the host has gone on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 4096)
+        self.layers = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return (self.layers(self.embedding(input_ids)).mean(-1) * attention_mask).sum()
+
+
 @contextmanager
 def watched(loop: Loop, folder: Path, model: nn.Module | None = None, **settings: Any) -> Iterator[TrainingMonitor]:
     """A monitor whose smallest complaint fails the test: a failure of ours is caught and logged, never raised."""

@@ -6,6 +6,7 @@ file, so that `flopmeter --help` answers at once.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -63,7 +64,9 @@ def main() -> None:
 def _run() -> int:
     """The exit code: 2 for wrong use or a wrong setting, 1 for a failure. An error is one line on stderr."""
     try:
-        return build_app()(standalone_mode=False) or 0
+        exit_code = build_app()(standalone_mode=False) or 0
+        sys.stdout.flush()
+        return exit_code
     except typer.Exit as stop:
         return stop.exit_code
     except typer.Abort:
@@ -78,7 +81,17 @@ def _run() -> int:
     except KeyboardInterrupt:
         return _complain("stopped", 130)
     except BrokenPipeError:
-        return 0
+        return _leave_closed_pipe()
+    except SystemExit as stop:  # rich makes one of a closed pipe
+        if isinstance(stop.__context__, BrokenPipeError):
+            return _leave_closed_pipe()
+        raise
+
+
+def _leave_closed_pipe() -> int:
+    """Whoever read our output has seen enough, as `head` does; what is left goes nowhere, without a word at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _complain(message: str, exit_code: int) -> int:

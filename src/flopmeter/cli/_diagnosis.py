@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from flopmeter.text import plural, seconds, signed
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -28,14 +30,16 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Headline, waterfall, findings in the order of their gain, and what was not checked."""
     from rich.table import Table
 
+    from flopmeter.diagnosis import RULES
+
     console.print(clean(diagnosis.headline, console), style="bold")
     if not diagnosis.waterfall.parts:  # no step to judge: the headline has said why, and it is every rule's reason
         return
-    console.print(_bars(diagnosis.waterfall, "#" if console.options.ascii_only else "█"))
+    console.print(_bars(diagnosis.waterfall, console.options.ascii_only))
     if diagnosis.waterfall.note:
         console.print(f"Note: {clean(diagnosis.waterfall.note, console)}.")
     for number, finding in enumerate(diagnosis.findings, start=1):
-        _show_finding(number, finding, console)
+        _show_finding("" if RULES[finding.rule].is_last_resort else f"{number}. ", finding, console)
     if diagnosis.not_checked:
         table = Table.grid(padding=(0, 2))
         for name, reason in diagnosis.not_checked.items():
@@ -50,40 +54,40 @@ def clean(text: str, console: Console | None = None) -> str:
     return shown if console is None else shown.encode(console.encoding, "replace").decode(console.encoding)
 
 
-def _bars(waterfall: Waterfall, ink: str) -> Table:
+def _bars(waterfall: Waterfall, is_ascii: bool) -> Table:
     """The parts as bars of a common scale, in points of the wall time."""
     from rich.table import Table
 
     from flopmeter.waterfall import LABELS
 
-    num_steps = f"{waterfall.num_steps} step{'s' * (waterfall.num_steps != 1)}"
+    num_steps = plural(waterfall.num_steps, "step")
     table = Table(
-        title=f"Where {waterfall.wall_s:.3g} s of {num_steps} went, in points of wall time",
+        title=f"Where {seconds(waterfall.wall_s)} of {num_steps} went, in points of wall time",
         title_justify="left",
         title_style="",
         box=None,
     )
     table.add_column("part", no_wrap=True)
     table.add_column("points", justify="right", no_wrap=True)
-    table.add_column("+-", justify="right", no_wrap=True)
+    table.add_column("+-" if is_ascii else "±", justify="right", no_wrap=True)
     table.add_column("")
     widest = max(abs(part.share) for part in waterfall.parts) or 1.0
     for part in waterfall.parts:
         length = round(BAR_WIDTH * abs(part.share) / widest)
-        bar = (ink if part.share >= 0 else "-") * length
+        bar = (("#" if is_ascii else "█") if part.share >= 0 else "-") * length
         doubt = part.uncertainty_s / waterfall.wall_s
         table.add_row(LABELS.get(part.name, part.name), f"{100 * part.share:.1f}", f"{100 * doubt:.1f}", bar)
     return table
 
 
-def _show_finding(number: int, finding: Finding, console: Console) -> None:
+def _show_finding(number: str, finding: Finding, console: Console) -> None:
     from rich.table import Table
 
-    console.print(f"\n{number}. {finding.rule}: {clean(finding.title, console)}", style="bold")
+    console.print(f"\n{number}{finding.rule}: {clean(finding.title, console)}", style="bold")
     table = Table.grid(padding=(0, 2))
     gain = finding.gain
     if gain is not None:
-        likely = f"{100 * gain.expected:+.1f} % (from {100 * gain.low:+.1f} to {100 * gain.high:+.1f} %)"
+        likely = f"{signed(gain.expected, 1)} (from {signed(gain.low, 1).removesuffix(' %')} to {signed(gain.high, 1)})"
         table.add_row("   gain", f"{likely}, for {100 * finding.lost:.1f} points lost")
     for label, texts in (("because", finding.evidence), ("do", finding.advice)):
         for text in texts:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flopmeter.errors import ConfigError, FlopmeterError
+from flopmeter.text import percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,7 +113,7 @@ def _figures_table(comparison: Comparison) -> Table:
     from flopmeter.report import _compare_words as words
 
     has_room = len(comparison.names) == 2
-    heading = f"Change ({100 * comparison.confidence:.0f} % interval)" if has_room else "Change"
+    heading = f"Change ({percent(comparison.confidence, 0)} interval)" if has_room else "Change"
     table = _table("Figure", comparison.names, heading)
     for row in comparison.rows:
         cells: list[Any] = [row.quantity.label]
@@ -126,7 +127,7 @@ def _figures_table(comparison: Comparison) -> Table:
 
 
 def _parts_table(comparison: Comparison) -> Table:
-    from flopmeter.report._text import percent, points
+    from flopmeter.text import percent, points
     from flopmeter.waterfall import LABELS
 
     table = _table("Where the time went", comparison.names, "Change")
@@ -143,7 +144,7 @@ def _symptoms_table(comparison: Comparison) -> Table:
     from rich.text import Text
 
     from flopmeter.report import _compare_words as words
-    from flopmeter.report._text import percent
+    from flopmeter.text import percent
 
     table = _table("Findings: time lost", comparison.names, "")
     for symptom in comparison.symptoms:
@@ -158,7 +159,7 @@ def _symptoms_table(comparison: Comparison) -> Table:
 def _settings_table(comparison: Comparison) -> Table:
     from rich.text import Text
 
-    from flopmeter.report._text import clean
+    from flopmeter.text import clean
 
     table = _table("Settings that differ", comparison.names, None)
     for name, values in comparison.settings.items():
@@ -176,7 +177,7 @@ def _table(first: str, names: Sequence[str], change: str | None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from flopmeter.report._text import clean
+    from flopmeter.text import clean
 
     table = Table(box=box.SIMPLE)
     table.add_column(first)

@@ -16,6 +16,7 @@ import typer
 
 from flopmeter.cli._choice import choose
 from flopmeter.errors import ConfigError, MissingLibraryError
+from flopmeter.text import amount, percent
 
 if TYPE_CHECKING:
     from flopmeter.flops.flop_count import FlopCount
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 Axis = Literal["module", "op", "dtype"]
 ConventionName = Literal["exact", "full"]
+DEPTH = 4
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def command(
@@ -40,7 +41,9 @@ def command(
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample; pixels on a side for a plain conv net.")] = 2048,
     train: Annotated[bool, typer.Option("--train/--forward", help="Forward and backward, or forward alone.")] = True,
     by: Annotated[str, typer.Option(help="Split the FLOPs by module, op or dtype.")] = "module",
-    depth: Annotated[int, typer.Option(min=1, help="Levels of modules to show.")] = 4,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Levels of modules to show. Default: 4; with --json all of them.")
+    ] = None,
     convention: Annotated[
         str, typer.Option(help="exact: pairs that the mask lets through. full: all pairs.")
     ] = "exact",
@@ -67,14 +70,13 @@ def command(
     axis: Axis = choose("--by", by, get_args(Axis))
     kind: ConventionName = choose("--convention", convention, get_args(ConventionName))
     _refuse_missing_file(model)
-    if find_spec("torch") is None:
-        raise MissingLibraryError("torch", needed_for="flopmeter count", extra="torch")
+    _refuse_missing_libraries(model)
     weights = dtype if dtype is None else choose("--dtype", dtype, _DTYPES)
     answer = _count(_Question(model, batch, seq, train, kind, weights, checkpointing, symbolic))
     if as_json:
-        typer.echo(json.dumps(answer.as_dict()))
+        typer.echo(json.dumps(answer.as_dict(depth)))
     else:
-        _show(answer, axis, depth)
+        _show(answer, axis, depth or DEPTH)
 
 
 def _refuse_missing_file(model: str) -> None:
@@ -85,6 +87,16 @@ def _refuse_missing_file(model: str) -> None:
         raise ConfigError(
             f"there is no file {path!r}: name a config.json or its folder, or a model by its name or type"
         )
+
+
+def _refuse_missing_libraries(model: str) -> None:
+    """All that this model needs and is absent, in one message; told before torch is loaded."""
+    _, colon, tail = model.partition(":")
+    is_function = bool(colon) and "=" not in tail and not Path(model).exists()
+    missing = [name for name in ("torch", *(() if is_function else ("transformers",))) if find_spec(name) is None]
+    if missing:
+        needed_for = "flopmeter count" if "torch" in missing else f"flopmeter count {model}"
+        raise MissingLibraryError(" and ".join(missing), needed_for=needed_for, extra=",".join(missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +127,14 @@ class _Answer:
     seconds: Mapping[str, float]
     """Time by stage: load (libraries and model), count, formula."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, depth: int | None = None) -> dict[str, Any]:
+        """For JSON; modules down to that depth, what is below counted to them."""
         asked = asdict(self.question)
         sizes = {"class": self.class_name, "parameters": self.num_parameters, "trainable": self.num_trainable}
         per_token = self.count.model_flop / self.num_tokens if self.num_tokens else None
         counted = {"model_flop": self.count.model_flop, "flop_per_token": per_token, **asdict(self.count)}
+        if depth is not None:
+            counted["by_module"] = _cut(self.count.by_module, depth)
         extent = {"tokens": self.num_tokens, "formula_lengths": self.formula_lengths}
         return {**asked, **sizes, **counted, **extent, "seconds": dict(self.seconds)}
 
@@ -223,6 +238,15 @@ def _tree(by_module: Mapping[str, float]) -> _Node:
     return _fold(root)
 
 
+def _cut(by_module: Mapping[str, float], depth: int) -> dict[str, float]:
+    """The same FLOPs by the modules of the first levels."""
+    cut: dict[str, float] = {}
+    for path, flop in by_module.items():
+        name = ".".join(_levels(path)[:depth])
+        cut[name] = cut.get(name, 0.0) + flop
+    return cut
+
+
 def _levels(path: str) -> list[str]:
     """Names from the root on; a number stays with the list that it is in: ["model", "layers.0", "mlp"]."""
     return re.findall(r"[^.]+(?:\.\d+(?![^.]))*", path)
@@ -283,7 +307,7 @@ def _show(answer: _Answer, axis: Axis, depth: int) -> None:
         parts: Mapping[str, float] = count.by_op if axis == "op" else count.by_dtype
         rows = [*sorted(parts.items(), key=lambda item: -item[1]), ("total", total)]
     for name, flop in rows:
-        table.add_row(name, _flop(flop), f"{flop / total:.1%}" if total else "")
+        table.add_row(name, _flop(flop), percent(flop / total) if total else "")
     console.print(table)
     for line in _summary(answer):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -306,7 +330,7 @@ def _summary(answer: _Answer) -> Iterator[str]:
         yield f"formula {count.formula}, counted from S = {answer.formula_lengths[0]} to {answer.formula_lengths[1]}"
     elif asked.symbolic:
         yield "formula none: the FLOPs are no polynomial in batch size and length"
-    coverage = "" if count.coverage is None else f", coverage {count.coverage:.1%}"
+    coverage = "" if count.coverage is None else f", coverage {percent(count.coverage)}"
     times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in answer.seconds.items())
     yield f"{count.convention} convention, counted on {count.method}{coverage}; {times}"
     if count.uncounted:
@@ -315,7 +339,4 @@ def _summary(answer: _Answer) -> Iterator[str]:
 
 
 def _flop(value: float) -> str:
-    for size, prefix in _PREFIXES:
-        if abs(value) >= size:
-            return f"{value / size:.4g} {prefix}FLOP"
-    return f"{value:.4g} FLOP"
+    return amount(value, "FLOP", 4)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flopmeter import text
 from flopmeter.cli._choice import choose
 from flopmeter.devices import measure_peak, peak_flops
 from flopmeter.errors import FlopmeterError, MissingLibraryError
@@ -45,15 +46,15 @@ PLANTS = (
 """Known here as well, so that a misspelt one is refused before torch is loaded, which takes seconds."""
 MEASURE_S = 4.0
 _ROWS = (
-    ("MFU", "perf/mfu", "{:.1f} %", 100.0),
-    ("HFU", "perf/hfu", "{:.1f} %", 100.0),
-    ("Step time, median", "step_time_median_s", "{:.1f} ms", 1e3),
-    ("Step time, 95th percentile", "step_time_p95_s", "{:.1f} ms", 1e3),
-    ("Tokens per second", "perf/tokens_per_second", "{:,.0f}", 1.0),
-    ("Data wait", "perf/data_wait_share", "{:.1f} %", 100.0),
-    ("Forward", "perf/forward_share", "{:.1f} %", 100.0),
-    ("Backward", "perf/backward_share", "{:.1f} %", 100.0),
-    ("Optimizer", "perf/optimizer_share", "{:.1f} %", 100.0),
+    ("MFU", "perf/mfu", text.utilisation),
+    ("HFU", "perf/hfu", text.utilisation),
+    ("Step time, median", "step_time_median_s", text.seconds),
+    ("Step time, 95th percentile", "step_time_p95_s", text.seconds),
+    ("Tokens per second", "perf/tokens_per_second", text.plain),
+    ("Data wait", "perf/data_wait_share", text.percent),
+    ("Forward", "perf/forward_share", text.percent),
+    ("Backward", "perf/backward_share", text.percent),
+    ("Optimizer", "perf/optimizer_share", text.percent),
 )
 
 
@@ -66,7 +67,9 @@ def command(
             help="Folder for the run file and the report. Default: runs/demo, else runs/demo-2, ...",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long to train.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="How long to train; ten steps are done in any case.")
+    ] = 30.0,
     workload: Annotated[str, typer.Option(help="What to train: gpt, conv or hf (a Llama of transformers).")] = "gpt",
     plant: Annotated[
         list[str] | None,
@@ -82,8 +85,8 @@ def command(
     Example: flopmeter demo --seconds 30 --plant slow_disk=0.5
     """
     chosen = choose("--workload", workload, WORKLOADS)
-    for text in plant or ():
-        choose("--plant", text.partition("=")[0], PLANTS)
+    for fault in plant or ():
+        choose("--plant", fault.partition("=")[0], PLANTS)
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter demo", extra="torch")
     from rich.console import Console
@@ -94,12 +97,12 @@ def command(
     if list_plants:
         _show_plants(demo.PLANTS, json)
         return
-    planted = [_planted(text) for text in plant or ()]
+    planted = [_planted(fault) for fault in plant or ()]
     if demo.pick_device().type == "cpu":
         _measure_cpu_once(talk)
     faults = "".join(f" with {p.plant.name} ({p.size:.3g} {p.plant.size})" for p in planted)
     folder = output_dir or _free_folder()
-    talk.print(f"Training {workload}{faults} for {seconds:.0f} s, into {folder} ...")
+    talk.print(f"Training {workload}{faults} for {seconds:.0f} s, {demo.MIN_STEPS} steps at least, into {folder} ...")
     config = {"monitoring": {"sinks": [] if json else ["console"]}}
     result = demo.run_demo(folder, seconds, config, workload=chosen, planted=planted)
     if json:
@@ -122,11 +125,11 @@ def _free_folder() -> Path:
     return next(folder for name in names if not (folder := FOLDER.with_name(name)).joinpath(RUN_FILE).exists())
 
 
-def _planted(text: str) -> Planted:
+def _planted(fault: str) -> Planted:
     """A fault as it was asked for; without a size, one in the middle of its range."""
     from flopmeter.demo import Planted, find_plant
 
-    name, _, size = text.partition("=")
+    name, _, size = fault.partition("=")
     plant = find_plant(name)
     low, high = plant.sizes
     try:
@@ -174,9 +177,8 @@ def _table(result: DemoResult) -> Table:
     table.add_column(justify="right")
     table.add_row("Steps", str(result.num_steps))
     table.add_row("Loss at the end", f"{result.final_loss:.4f}")
-    for label, key, pattern, scale in _ROWS:
-        value = result.summary.get(key)
-        table.add_row(label, "unknown" if value is None else pattern.format(value * scale))
+    for label, key, write in _ROWS:
+        table.add_row(label, write(result.summary.get(key)))
     for dtype, peak in load_run(result.run_path).peaks.items():
-        table.add_row("Peak", f"{peak['flop_per_s'] / 1e12:.3g} TFLOP/s {dtype} ({peak['source']})")
+        table.add_row("Peak", f"{text.rate(peak['flop_per_s'], 3)} {dtype} ({peak['source']})")
     return table

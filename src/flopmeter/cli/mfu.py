@@ -14,6 +14,7 @@ from flopmeter.cli._choice import choose
 from flopmeter.cli._peak import stated_peak, with_cure
 from flopmeter.conventions import CONVENTIONS, MODELS, NAMED, RECOMPUTE_MODES, Architecture, Recompute, read_config
 from flopmeter.errors import ConfigError, UnknownDeviceError, did_you_mean
+from flopmeter.text import percent, plural, rate, utilisation
 
 _CURE = "give --peak-flop-per-s instead of --device, or a name that flopmeter devices lists"
 
@@ -209,8 +210,8 @@ def _explain_impossible(hfu: float) -> str | None:
     if hfu <= 1:
         return None
     return (
-        f"impossible: {hfu:.1%} of the peak. Likely the run had more GPUs than --gpus, a faster dtype or device than "
-        "the peak is for, tokens per second that count padding, or other sizes"
+        f"impossible: {percent(hfu)} of the peak. Likely the run had more GPUs than --gpus, a faster dtype or device "
+        "than the peak is for, tokens per second that count padding, or other sizes"
     )
 
 
@@ -229,8 +230,8 @@ def _print_table(run: _Run, result: dict[str, Any]) -> None:
     console = Console()
     peak, arch = run.peak, run.arch
     console.print(
-        f"{run.tokens_per_s:,.0f} tokens/s on {run.gpus} GPU{'s' * (run.gpus != 1)} "
-        f"of {peak['flop_per_s'] / 1e12:,.1f} TFLOP/s "
+        f"{run.tokens_per_s:,.0f} tokens/s on {plural(run.gpus, 'GPU')} "
+        f"of {rate(peak['flop_per_s'], 6)} "
         f"({peak['dtype']}, {_whose(peak)}); N = {arch.num_params:,}, P = {arch.num_matmul_params:,}, "
         f"seq {run.seq}, recompute {run.recompute}. TFLOP/s are model FLOPs of one GPU.",
         highlight=False,
@@ -246,8 +247,8 @@ def _print_table(run: _Run, result: dict[str, Any]) -> None:
     for name, convention in CONVENTIONS.items():
         table.add_row(
             name,
-            f"{(result['conventions'] | result['other_conventions'])[name]:.2%}",
-            f"{result['hfu_conventions'][name]:.2%}",
+            utilisation((result["conventions"] | result["other_conventions"])[name]),
+            utilisation(result["hfu_conventions"][name]),
             f"{run.model_flop_per_s(name) / 1e12:.1f}",
             f"{convention.meaning}: {convention.used_by}",
         )

@@ -12,6 +12,7 @@ from flopmeter.cli._peak import with_cure
 from flopmeter.devices import Measurement, Peak, measure_peak, peak_flops
 from flopmeter.devices.table import OVERRIDE_VARIABLE
 from flopmeter.errors import UnknownDeviceError
+from flopmeter.text import amount, rate
 
 _CURE = (
     f"flopmeter devices lists the names on file; {OVERRIDE_VARIABLE} in the environment states a peak, and --measure "
@@ -94,25 +95,21 @@ def _as_dict(peak: Peak, measurement: Measurement | None) -> dict[str, Any]:
 
 def _show(peak: Peak, measurement: Measurement | None) -> None:
     """The figure first, then what stands behind it."""
-    typer.echo(f"{peak.device}, {peak.dtype}: {_rate(peak.flop_per_s)}")
+    typer.echo(f"{peak.device}, {peak.dtype}: {rate(peak.flop_per_s, 6)}")
     _line("source", f"{peak.source}: {peak.reference}" if peak.reference else peak.source)
     if peak.derived_flop_per_s is not None:
-        _line("derived", _rate(peak.derived_flop_per_s))
+        _line("derived", rate(peak.derived_flop_per_s))
     if peak.measured_flop_per_s is not None:
-        _line("measured", f"{_rate(peak.measured_flop_per_s)}, the best so far on this machine")
+        _line("measured", f"{rate(peak.measured_flop_per_s)}, the best so far on this machine")
     if measurement is not None:
         shape = " x ".join(str(size) for size in measurement.best_shape)
-        _line("sweep", f"best {_rate(measurement.best_flop_per_s)} at {shape}, in {measurement.elapsed_s:.1f} s")
-        _line("", f"typical {_rate(measurement.typical_flop_per_s)}")
+        _line("sweep", f"best {rate(measurement.best_flop_per_s)} at {shape}, in {measurement.elapsed_s:.1f} s")
+        _line("", f"typical {rate(measurement.typical_flop_per_s)}")
     if peak.memory_bytes_per_s is not None:
-        _line("memory", f"{peak.memory_bytes_per_s / 1e12:.4g} TB/s")
+        _line("memory", amount(peak.memory_bytes_per_s, "B/s", 4))
     if peak.note:
         _line("note", peak.note)
 
 
 def _line(name: str, text: str) -> None:
     typer.echo(f"  {name:9}{text}")
-
-
-def _rate(flop_per_s: float) -> str:
-    return f"{flop_per_s / 1e12:.6g} TFLOP/s" if flop_per_s >= 1e12 else f"{flop_per_s / 1e9:.4g} GFLOP/s"

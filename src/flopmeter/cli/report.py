@@ -28,11 +28,15 @@ def command(
     format: Annotated[
         str | None, typer.Option("--format", help="html, md, json or txt; without -o the last three go to stdout.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the same as --format json.")] = False,
 ) -> None:
     """Write a run's report as one HTML page that works offline; on a terminal, print its summary too.
 
     Example: flopmeter report runs/demo -o report.html
     """
+    if as_json and format not in (None, "json"):
+        raise typer.BadParameter(f"--json and --format {format} contradict each other: give one of them")
+    format = "json" if as_json else format
     if format is not None:
         check_format(format)
     goes_to_stdout = output is None and format not in (None, "html")

@@ -13,6 +13,7 @@ import typer
 
 from flopmeter.cli._diagnosis import clean, plain, show_diagnosis
 from flopmeter.cli._peak import stated_peak
+from flopmeter.text import amount, percent, rate, utilisation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,8 +128,8 @@ def _row(rank: RankTrace, times: Sequence[StepTime], places: Sequence[int]) -> l
     mfu = rank.mfu(_flop(rank, places), step_s)
     return [
         _figure(1e3 * step_s / len(times)),
-        *(f"{100 * share:.1f} %" for share in shares),
-        "-" if mfu is None else f"{100 * mfu:.2f} %",
+        *map(percent, shares),
+        "-" if mfu is None else utilisation(mfu),
     ]
 
 
@@ -150,14 +151,14 @@ def _speed(rank: RankTrace) -> str:
     flop = _flop(rank, range(len(rank.times)))
     wall_s = sum(time.step_s for time in rank.times)
     total = sum(flop.values())
-    counted = f"{total / len(rank.times):.4g} FLOP a step, {total / wall_s / 1e12:.4g} TFLOP/s"
+    counted = f"{amount(total / len(rank.times), 'FLOP', 4)} a step, {rate(total / wall_s)}"
     if rank.mfu_reason:
         at_least = f" At least {counted} were done." if flop else ""
         return f"MFU is unknown: {clean(rank.mfu_reason)}.{at_least}"
-    peaks = ", ".join(f"{dtype} {peak.flop_per_s / 1e12:.4g}" for dtype, peak in rank.peaks.items())
-    shares = ", ".join(f"{dtype} {amount / total:.1%}" for dtype, amount in flop.items()) if total else ""
-    told = f"shapes tell {rank.counting.coverage or 0.0:.1%} of the matrix work"
-    return f"{counted} ({shares}); peak in TFLOP/s: {peaks}; {told}."
+    peaks = ", ".join(f"{dtype} {rate(peak.flop_per_s)}" for dtype, peak in rank.peaks.items())
+    shares = ", ".join(f"{dtype} {percent(of_dtype / total)}" for dtype, of_dtype in flop.items()) if total else ""
+    told = f"shapes tell {percent(rank.counting.coverage or 0.0)} of the matrix work"
+    return f"{counted} ({shares}); peak {peaks}; {told}."
 
 
 def _top_table(rank: RankTrace, num_top: int) -> Table:
@@ -170,6 +171,6 @@ def _top_table(rank: RankTrace, num_top: int) -> Table:
     for name in ("ms a step", "calls a step", "of the time"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, seconds, calls in rank.top[:num_top]:
-        row = (_figure(1e3 * seconds / num_steps), _figure(calls / num_steps), f"{seconds / wall_s:.1%}")
+        row = (_figure(1e3 * seconds / num_steps), _figure(calls / num_steps), percent(seconds / wall_s))
         table.add_row(clean(name), *row)
     return table

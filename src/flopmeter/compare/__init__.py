@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from flopmeter.diagnosis import Diagnosis
 
 MAX_RUNS = 50
+SMALLEST = 0.0005
+"""A smaller change is written as 0.0, in percent and in points, and is none that anybody should act on."""
 SAME_WORK = 0.01
 """Steps whose model FLOPs differ by less do the same work."""
 
@@ -43,7 +45,7 @@ class Change:
     high: float | None
     """Upper end of it."""
     is_beyond_noise: bool | None
-    """Whether no change lies outside the interval; None when that cannot be told."""
+    """Whether no change lies outside the interval, and it can be seen at all; None when that cannot be told."""
     is_better: bool | None
     """Whether the direction is a gain; None where it is neither."""
 
@@ -181,12 +183,13 @@ def _change(
     if drawn_before and drawn_after and (quantity.is_part or min(drawn_before) > 0):
         low, high = interval([_difference(quantity, a, b) for a, b in zip(drawn_before, drawn_after, strict=True)])
     wanted = {"more": value > 0, "less": value < 0, None: None}[quantity.better]
+    is_visible = abs(value) >= SMALLEST
     return Change(
         value=value,
         low=low,
         high=high,
-        is_beyond_noise=None if low is None or high is None else not low <= 0 <= high,
-        is_better=wanted if value else None,
+        is_beyond_noise=None if low is None or high is None else is_visible and not low <= 0 <= high,
+        is_better=wanted if is_visible else None,
     )
 
 

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from flopmeter.record import Run
+from flopmeter.text import rate
 from flopmeter.waterfall.window import mapping
 
 _OF_HEADER = ("model", "num_parameters", "device", "world_size", "host", "mode", "convention")
@@ -39,7 +40,7 @@ def peaks_of(run: Run) -> dict[str, float]:
 
 
 def _peaks(run: Run) -> dict[str, str]:
-    return {f"peak {dtype}": f"{value / 1e12:.4g} TFLOP/s" for dtype, value in peaks_of(run).items()}
+    return {f"peak {dtype}": rate(value) for dtype, value in peaks_of(run).items()}
 
 
 def _amounts(run: Run) -> dict[str, str]:

@@ -15,6 +15,7 @@ from flopmeter.demo.workloads import WORKLOADS, WorkloadName, recipe_for
 from flopmeter.errors import ConfigError
 
 __all__ = [
+    "MIN_STEPS",
     "PLANTS",
     "WORKLOADS",
     "DemoResult",

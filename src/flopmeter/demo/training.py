@@ -87,8 +87,10 @@ def train(
     model = recipe.model().to(device)
     called = _across_ranks(model, recipe) if dist.is_initialized() else model
     optimizer = recipe.optimizer(model)
-    is_mixed = device.type == "cuda" and recipe.dtype == torch.float32
+    # In half precision the gradients would need a scaler; where bf16 is only emulated, float32 is faster.
+    is_mixed = device.type == "cuda" and recipe.dtype == torch.float32 and has_bfloat16()
     with TrainingMonitor(output_dir, config, model=called) as monitor:
+        monitor.is_silent_at_end = True  # the command shows a table
         step, loss = 0, torch.tensor(float("nan"))
         for step, batch in enumerate(_until(seconds, min_steps, monitor.batches(recipe.loader())), start=1):
             with monitor.phase("host_to_device"):
@@ -108,6 +110,11 @@ def train(
                 do(monitor, model)
         summary = monitor.finish_training()
     return DemoResult(run_path=monitor.run_path, summary=summary, num_steps=step, final_loss=float(loss.detach()))
+
+
+def has_bfloat16() -> bool:
+    """Whether this GPU multiplies bfloat16 itself: a T4 or a V100 does not."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _until(seconds: float, min_steps: int, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -24,6 +24,7 @@ from flopmeter.devices.dtypes import DTYPES, default_dtype, normalise_dtype, use
 from flopmeter.devices.measure import Measurement, measure_peak, remembered
 from flopmeter.devices.table import CURE, OVERRIDE_VARIABLE, Device, find_device, list_devices, unknown_device
 from flopmeter.errors import ConfigError, MissingLibraryError, UnknownDeviceError
+from flopmeter.text import rate
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,6 @@ __all__ = [
 
 _SPECIFICATION = re.compile(r"(cpu|cuda|xpu|mps|npu|hpu|mlu|musa)(?::(\d+))?")
 """How torch spells a device of this machine; any other string is a name as drivers print it."""
-_MEASURE = "flopmeter peak --device cpu --measure"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,12 +157,14 @@ def _cpu_peak(dtype: str) -> Peak:
     derived = derivation.flop_per_s if derivation else None
     if derived is None and measured is None:
         raise UnknownDeviceError(f"no {dtype} peak can be derived for the CPU {here.model!r}: {CURE}")
+    # A measurement counts for its threads and dtype only: the command must not measure others.
+    command = f"OMP_NUM_THREADS={cpu.num_threads(here)} flopmeter peak --device cpu --dtype {dtype} --measure"
     how = derivation.note if derivation else "the instruction set or the clock of this CPU is not known"
-    how += "" if measured else f"; not measured yet: {_MEASURE}"
+    how += "" if measured else f"; not measured yet: {command}"
     is_measured = (measured or 0.0) > (derived or 0.0)
     if is_measured:
-        less = f"derived would be less, {derived / 1e9:.4g} GFLOP/s: {how}" if derived else how
-        how = f"measured on this machine and kept for this user ({_MEASURE} measures again); {less}"
+        less = f"derived would be less, {rate(derived)}: {how}" if derived else how
+        how = f"measured on this machine and kept for this user ({command} measures again); {less}"
     return Peak(
         flop_per_s=max(derived or 0.0, measured or 0.0),
         dtype=dtype,

@@ -25,9 +25,10 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
 
 from flopmeter.diagnosis import rules
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, Gain, NotCheckedError
 from flopmeter.errors import ConfigError, did_you_mean
+from flopmeter.text import percent, plural, utilisation
 from flopmeter.waterfall import Waterfall
 from flopmeter.waterfall.split import FEW_STEPS
 
@@ -151,15 +152,16 @@ def _standing(mfu: float | None) -> Standing:
 
 
 def _headline(mfu: float | None, findings: tuple[Finding, ...], evidence: Evidence, num_blind: int) -> str:
-    where = "MFU is unknown" if mfu is None else f"MFU over the wall time is {percent(mfu)}, {_standing(mfu)}"
+    where = "MFU is unknown" if mfu is None else f"MFU over the wall time is {utilisation(mfu)}, {_standing(mfu)}"
     if not findings:
         return f"{where}; nothing could be judged: {evidence.waterfall.note or 'no rule could be checked'}."
     first = findings[0]
-    cause = f"{where}{';' if mfu is None else ':'} {first.title}"
-    if RULES[first.rule].is_last_resort and num_blind:
-        cause += f", though {num_blind} of {len(RULES) - 1} rules could not look"
-    elif first.gain is not None:
+    cause = f"{where}{';' if mfu is None or ':' in first.title else ':'} {first.title}"
+    if first.gain is not None:
         cause += f"; without that it would run about {_faster(first.gain.expected)}"
+    elif RULES[first.rule].is_last_resort and num_blind and not evidence.is_untold:
+        num_rules = sum(not rule.is_last_resort for rule in RULES.values())
+        cause += f", though {num_blind} of {num_rules} rules could not look"
     return f"{cause}{_reserve(evidence.window.num_ordinary)}."
 
 
@@ -169,4 +171,4 @@ def _faster(gain: float) -> str:
 
 
 def _reserve(num_steps: int) -> str:
-    return f" (from {num_steps} step{'s' * (num_steps != 1)} only)" if num_steps < FEW_STEPS else ""
+    return f" (from {plural(num_steps, 'step')} only)" if num_steps < FEW_STEPS else ""

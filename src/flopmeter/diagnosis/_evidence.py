@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopmeter.diagnosis._finding import Gain, NotCheckedError
 from flopmeter.goodput import LONGEST_S
+from flopmeter.text import percent
 from flopmeter.waterfall import LABELS, assemble
 from flopmeter.waterfall.split import Split
 from flopmeter.waterfall.window import Window, known, mapping, number
@@ -36,6 +37,10 @@ SYNC_SPAN = 100
 the queue that it has to rebuild. On a CPU there is no queue, and the span is 1."""
 LAUNCH_S = 1e-5
 """What the host takes for one launch in eager mode; longer gaps behind a synchronisation have other causes."""
+
+
+MOST = 0.5
+"""With more of the wall time unexplained than this, nothing is known of the run but its length."""
 
 
 class Evidence:
@@ -61,6 +66,11 @@ class Evidence:
     def sampled(self) -> Sampled | None:
         """The sampled steps, if there are any."""
         return self._split.sampled if self.window.timed else None
+
+    @cached_property
+    def is_untold(self) -> bool:
+        """Whether the record does not tell where most of the time went."""
+        return (self.waterfall.share("unexplained") or 0.0) > MOST
 
     @cached_property
     def is_gpu(self) -> bool:
@@ -221,8 +231,3 @@ _MISSING_PART = {
     "recompute": "neither a sampled step nor HFU is in the record",
     "exposed_communication": "the time blocked in communication was not measured",
 }
-
-
-def percent(share: float) -> str:
-    """A share for people."""
-    return f"{100 * share:.1f} %"

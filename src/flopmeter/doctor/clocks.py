@@ -38,6 +38,9 @@ def check() -> Result:
             standing="broken", says="the host's clock can go backwards: no time can be trusted", figures=figures
         )
     gpu = gpu_clocks()
+    if isinstance(gpu, str):
+        says += f"; the GPU's clock is not known: {gpu}"
+        return Result(standing="missing", says=says, figures=figures)
     if gpu is not None:
         figures |= {"sm_mhz": gpu[0], "max_sm_mhz": gpu[1]}
         says += "; " + describe(*gpu)
@@ -54,8 +57,11 @@ def read_cost_ns() -> float:
     return (time.perf_counter_ns() - start_ns) / NUM_READS
 
 
-def gpu_clocks() -> tuple[float, float, int] | None:
-    """Clock of the multiprocessors under load, its maximum, and what holds it back; None without CUDA or NVML."""
+def gpu_clocks() -> tuple[float, float, int] | str | None:
+    """Clock of the multiprocessors under load, its maximum, and what holds it back; None without CUDA or NVML.
+
+    A reason instead where NVML is installed and does not answer, as on ROCm, on a Jetson and in some containers.
+    """
     try:
         pynvml, torch = import_module("pynvml"), import_module("torch")
     except ImportError:
@@ -63,6 +69,15 @@ def gpu_clocks() -> tuple[float, float, int] | None:
     if not torch.cuda.is_available():
         return None
     _load(torch)
+    try:
+        return _read_clocks(pynvml, torch)
+    except Exception as error:  # noqa: BLE001 - the driver's own kinds of error, and names that other builds lack
+        return f"NVML does not answer ({type(error).__name__}: {error})"
+    finally:
+        torch.cuda.synchronize()
+
+
+def _read_clocks(pynvml: Any, torch: Any) -> tuple[float, float, int]:
     pynvml.nvmlInit()
     try:
         _, board = find_gpu(pynvml, str(torch.cuda.get_device_properties(0).uuid))
@@ -71,12 +86,11 @@ def gpu_clocks() -> tuple[float, float, int] | None:
         return now, most, pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)
     finally:
         pynvml.nvmlShutdown()
-        torch.cuda.synchronize()
 
 
 def _load(torch: Any) -> None:
     """Give the GPU work for a moment, and leave it working."""
-    square = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    square = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)  # which older GPUs have, too
     end_s = time.perf_counter() + LOAD_S
     while time.perf_counter() < end_s:
         for _ in range(20):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib.util import find_spec
 from typing import Any
@@ -34,6 +35,8 @@ def why_not(device_type: str) -> str | None:
         return "there is no C++ compiler"
     if device_type == "cuda" and find_spec("triton") is None:
         return "triton is not installed"
+    if device_type == "cuda" and not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return "there is no C compiler, which triton needs"
     return None
 
 

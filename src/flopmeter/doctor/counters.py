@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flopmeter.doctor._result import Result
+from flopmeter.text import amount, percent
 
 if TYPE_CHECKING:
     from flopmeter.flops.counters import CounterReader
@@ -45,9 +46,9 @@ def _read(reader: CounterReader, device: object) -> Result:
         says = f"{reader.name} opens but gives nothing ({reading.note}); the mode hybrid uses the profiler instead"
         return Result(standing="falls back", says=says)
     if reading.flop is not None:
-        says = f"{reader.name} saw {reading.flop / flop:.0%} of the {flop:.3g} FLOP of a matmul"
+        says = f"{reader.name} saw {percent(reading.flop / flop, 0)} of the {amount(flop, 'FLOP')} of a matmul"
     else:
-        shares = ", ".join(f"{key} {value:.0%}" for key, value in values.items() if key.endswith("active"))
+        shares = ", ".join(f"{key} {percent(value, 0)}" for key, value in values.items() if key.endswith("active"))
         says = f"{reader.name} under matmuls: {shares}"
     return Result(standing="works", says=says, figures=values)
 

@@ -24,13 +24,11 @@ def check() -> Result:
     missing = {library: extra for library, extra in optional().items() if versions[library] is None}
     figures = {library: version for library, version in versions.items() if version is not None}
     if not has_torch():
-        return Result(
-            standing="missing", says=f"{_WITHOUT_TORCH}: run  pip install 'flopmeter[torch]'", figures=figures
-        )
+        return Result(standing="missing", says=f"{_WITHOUT_TORCH}: run pip install 'flopmeter[torch]'", figures=figures)
     if missing:
         extras = ",".join(sorted(set(missing.values())))
         names = ", ".join(sorted(missing))
-        return Result(standing="missing", says=f"{names}: run  pip install 'flopmeter[{extras}]'", figures=figures)
+        return Result(standing="missing", says=f"{names}: run pip install 'flopmeter[{extras}]'", figures=figures)
     return Result(standing="works", says=f"all {len(versions)} optional libraries are installed", figures=figures)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from flopmeter.doctor._result import Result
+from flopmeter.text import percent, rate
 
 ORDER = 30
 LIMIT_S = 15.0
@@ -24,10 +25,10 @@ def check() -> Result:
         stated = peak_flops("cpu", "fp32")
         says = f"not measured, because torch is not installed; {stated.device}, fp32: {rate(stated.flop_per_s)}"
         return Result(standing="falls back", says=says, figures={"peak_flop_per_s": stated.flop_per_s})
-    from flopmeter.doctor._trial import device_at_hand
+    from flopmeter.doctor._trial import device_at_hand, matmul_dtype
 
     device = device_at_hand()
-    dtype = "fp32" if device.type == "cpu" else "bf16"
+    dtype = matmul_dtype(device)
     measured = measure_peak(device, dtype, SWEEP_S)
     try:
         peak = peak_flops(device, dtype, may_initialise=True)
@@ -46,14 +47,11 @@ def judge(device: str, peak_flop_per_s: float, source: str, measured_flop_per_s:
         "measured_flop_per_s": measured_flop_per_s,
         "share": share,
     }
-    says = f"{device}: {rate(peak_flop_per_s)} ({source}); matmuls reach {rate(measured_flop_per_s)}, {share:.0%} of it"
+    reached = f"matmuls reach {rate(measured_flop_per_s)}, {percent(share, 0)} of it"
+    says = f"{device}: {rate(peak_flop_per_s)} ({source}); {reached}"
     if share > TOLERANCE:
         cure = "that peak is too low, and MFU too high: set monitoring.peak_flop_per_s, or report a wrong table"
         return Result(standing="broken", says=f"{says}; {cure}", figures=figures)
     if share < LOW_SHARE:
         says += "; other programs on the machine, a power limit or low clocks keep it down"
     return Result(standing="works", says=says, figures=figures)
-
-
-def rate(flop_per_s: float) -> str:
-    return f"{flop_per_s / 1e12:.4g} TFLOP/s" if flop_per_s >= 1e12 else f"{flop_per_s / 1e9:.4g} GFLOP/s"

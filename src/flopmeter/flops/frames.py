@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 
+from flopmeter.flops.arguments import CallNames, flatten
 from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.flops.workload import real_tokens
 
 logger = logging.getLogger("flopmeter")
 
@@ -42,10 +44,18 @@ class Batch:
     """Shape of the images, beside text."""
     token_is_real: torch.Tensor | None = None
     """Boolean (samples, length), False on padding; None when nothing is padded or nothing tells."""
+    decoder_token_is_real: torch.Tensor | None = None
+    """The same of the text that an encoder-decoder's decoder is given beside."""
+    memory: Batch | None = None
+    """What an encoder made, where this is the text of a decoder that attends to it."""
+    storage: int = 0
+    """Names the tensor that a decoder's memory was read from (encoder and decoder may be equally long); else 0."""
     is_evaluation: bool = False
     """The root was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
     """The call's arguments, kept only where an uncompiled twin may have to be counted with them."""
+    autocast: tuple[str, torch.dtype] | None = None
+    """The autocast around the call, kept with its arguments: the loop has left it when the twin is counted."""
 
     def lengths(self) -> list[int]:
         """Tokens of each sample that are not padding. Reads from the device."""
@@ -65,6 +75,8 @@ class Frame:
     """What its products grow with, attention apart."""
     needed_flop: int = 0
     """Forward FLOPs that its own weight matrix needs for the input it got: what a blind counter would miss."""
+    decoder: Batch | None = None
+    """The text of a decoder that has started inside: what comes after it works on its rows."""
 
 
 NO_FRAME = Frame("", Batch(), "sample")
@@ -75,6 +87,7 @@ class FrameTracker:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = roots
+        self._names = CallNames(roots)
         self._stack: list[Frame] = []
         self._undo: list[Callable[[], None]] = []
         self._sequence: list[int] = []
@@ -97,6 +110,12 @@ class FrameTracker:
     def current(self) -> Frame:
         """The innermost running module."""
         return self._stack[-1] if self._stack else NO_FRAME
+
+    def around(self) -> Frame:
+        """The module around one that starts now: the one that checkpointing runs a part of again, in backward."""
+        is_again = not self._stack and torch._C._current_graph_task_id() != -1
+        node = torch._C._current_autograd_node() if is_again else None
+        return self.of_node(node._sequence_nr()) if node is not None else self.current()
 
     def of_node(self, sequence_nr: int) -> Frame:
         """The module that ran when the autograd node with this sequence number was made."""
@@ -121,10 +140,13 @@ class FrameTracker:
 
     def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
         """A root is called from outside: what with?"""
-        batch = read_batch(args, kwargs)
+        named = flatten(self._names.bind(args, kwargs))
+        batch = read_batch(args, {name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
         batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if batch.memory is not None:
+            batch.memory.is_evaluation = batch.is_evaluation
         if keeps_arguments:
-            batch.arguments = (args, kwargs)
+            batch.arguments, batch.autocast = (args, kwargs), active_autocast()
         self.batches.append(batch)
         return batch
 
@@ -134,6 +156,11 @@ class FrameTracker:
         self._mark(frame)
         if frame.needed_flop and torch._C._current_graph_task_id() == -1:
             self.needed.append(frame)
+
+    def start_decoder(self, text: Batch) -> None:
+        """The modules that run now go on with this text, once its decoder is done."""
+        for frame in self._stack:
+            frame.decoder = text
 
     def pop(self) -> None:
         """The innermost module is done, or was left by an exception."""
@@ -161,7 +188,7 @@ class _EnterHook(OwnHook):
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         tracker = self.tracker
-        outer = tracker.current()
+        outer = tracker.around()
         try:
             frame = self._frame(module, args, kwargs, outer)
         except Exception as error:  # noqa: BLE001 - an input of an unusual kind must not stop the forward pass
@@ -173,10 +200,24 @@ class _EnterHook(OwnHook):
 
     def _frame(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Frame:
         starts = self.is_root and outer is NO_FRAME
-        batch = self.tracker.start_batch(args, kwargs, self.keeps_arguments) if starts else outer.batch
         tensor = _first_tensor(args, kwargs)
-        driver = _driver(tensor, batch, outer.driver if not starts else ("token" if batch.length else "sample"))
-        return Frame(self.path, batch, driver, _needed_flop(module, tensor))
+        if starts:
+            batch = self.tracker.start_batch(args, kwargs, self.keeps_arguments)
+            driver = _driver(tensor, batch, "token" if batch.length else "sample")
+        else:
+            batch = self._text(tensor, args, kwargs, outer)
+            driver = _driver(tensor, batch, outer.driver if batch is outer.batch else "token")
+        return Frame(self.path, batch, driver, _needed_flop(module, tensor), outer.decoder)
+
+    def _text(self, tensor: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Batch:
+        """Which text's rows the module works on: those around it, a decoder's own, or what the decoder attends to."""
+        name = self.path.rpartition(".")[2]
+        decoder = _decoder_text(name, args, kwargs, outer.batch)
+        if decoder is None:
+            return outer.batch if tensor is None or tensor.dim() < 2 else _text_of(tensor, outer)
+        if "decoder" in name:
+            self.tracker.start_decoder(decoder)
+        return decoder
 
 
 @dataclass(eq=False, slots=True)
@@ -213,11 +254,71 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         batch.patches, batch.pixels = pixels.shape[0], pixels.shape
     elif isinstance(grid, torch.Tensor):
         batch.patches = grid.shape[0]
-    mask = kwargs.get("attention_mask")
-    is_mask = isinstance(mask, torch.Tensor) and tuple(mask.shape) == (batch.samples, batch.length)
-    if isinstance(mask, torch.Tensor) and is_mask and not mask.is_floating_point():
-        batch.token_is_real = mask.bool()
+    if batch.length is not None:
+        batch.token_is_real = _real_tokens(kwargs.get("attention_mask"), batch)
+        batch.decoder_token_is_real = _real_tokens(kwargs.get("decoder_attention_mask"))
+        batch.memory = _memory(kwargs.get("encoder_hidden_states"), kwargs)
     return batch
+
+
+def active_autocast() -> tuple[str, torch.dtype] | None:
+    """The kind of device whose products are cast now, and what to."""
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return kind, torch.get_autocast_dtype(kind)
+    return None
+
+
+def _real_tokens(mask: Any, batch: Batch | None = None) -> torch.Tensor | None:
+    """Where a mask of (samples, length) has a token; None where it is no such mask. No value is read here."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_meta:
+        return None
+    if batch is not None and tuple(mask.shape) != (batch.samples, batch.length):
+        return None
+    return real_tokens(mask)
+
+
+def _memory(states: Any, kwargs: Mapping[str, Any]) -> Batch | None:
+    """What an encoder made, as a decoder is given it."""
+    if not _has_sizes(states) or states.dim() != 3:
+        return None
+    memory = Batch(samples=states.shape[0], length=states.shape[1], storage=_storage(states))
+    memory.token_is_real = _real_tokens(kwargs.get("encoder_attention_mask"), memory)
+    return memory
+
+
+def _decoder_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], around: Batch) -> Batch | None:
+    """The text of a decoder, which is told by being given what an encoder made; None for any other module."""
+    states = kwargs.get("encoder_hidden_states", args[1] if "decoder" in name and len(args) > 1 else None)
+    memory = _memory(states, kwargs)
+    if memory is None or around.memory is not None:
+        return None  # no decoder, or a layer of one
+    text = read_batch(args, kwargs)
+    if text.length is None or not (around.length or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)):
+        return None  # an image's rows, which attend to a text
+    text.memory = memory
+    if text.token_is_real is None and around.decoder_token_is_real is not None:
+        text.token_is_real = _real_tokens(around.decoder_token_is_real, text)
+    if memory.token_is_real is None and around.token_is_real is not None:
+        memory.token_is_real = _real_tokens(around.token_is_real, memory)
+    text.is_evaluation = memory.is_evaluation = around.is_evaluation
+    return text
+
+
+def _text_of(tensor: torch.Tensor, outer: Frame) -> Batch:
+    """Whose rows a tensor holds, inside a decoder and after it."""
+    batch, memory = outer.batch, outer.batch.memory
+    if memory is not None:
+        is_memory = _is_text(tensor, memory) and (_storage(tensor) == memory.storage or not _is_text(tensor, batch))
+        return memory if is_memory else batch
+    if outer.decoder is None or batch.storage:  # a part of what projects the memory does not come after the decoder
+        return batch
+    return outer.decoder if _is_text(tensor, outer.decoder) else batch
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Names a tensor's memory, which a checkpointed part gets in a tensor of its own."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -250,16 +351,23 @@ def _fitting_drivers(tensor: torch.Tensor, batch: Batch) -> list[Driver]:
     """What the rows may be; none of it for an expert, which gets as many tokens as were sent to it."""
     rows, samples, length, patches = tensor.shape[0], batch.samples, batch.length, batch.patches
     fitting: list[Driver] = []
-    if length is not None:
-        is_grid = tensor.dim() > 2 or not tensor.is_floating_point()
-        is_flat = rows == samples * length or (rows == 1 and tensor.shape[1] == samples * length)
-        if is_flat or (is_grid and tuple(tensor.shape[:2]) == (samples, length)):
-            fitting.append("token")
+    if _is_text(tensor, batch):
+        fitting.append("token")
     if patches and (rows == patches or (patches % rows == 0 and patches // rows in (4, 9, 16))):
         fitting.append("patch")
     if rows == samples and (length is None or tensor.dim() == 2):
         fitting.append("sample")
     return fitting
+
+
+def _is_text(tensor: torch.Tensor, batch: Batch) -> bool:
+    """Whether a tensor may hold all tokens of this text, sample by sample or in one long row."""
+    rows, samples, length = tensor.shape[0], batch.samples, batch.length
+    if length is None:
+        return False
+    is_grid = tensor.dim() > 2 or not tensor.is_floating_point()
+    is_flat = rows == samples * length or (rows == 1 and tensor.shape[1] == samples * length)
+    return is_flat or (is_grid and tuple(tensor.shape[:2]) == (samples, length))
 
 
 def _needed_flop(module: nn.Module, tensor: torch.Tensor | None) -> int:

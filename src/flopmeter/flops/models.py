@@ -111,7 +111,8 @@ def _split(spec: str) -> tuple[str, dict[str, str] | None]:
 
 def _transformers() -> Any:
     if find_spec("transformers") is None:
-        raise MissingLibraryError("transformers", needed_for="naming a model by its type or its config.json")
+        needed_for = "naming a model by its type or its config.json"
+        raise MissingLibraryError("transformers", needed_for=needed_for, extra="transformers")
     return import_module("transformers")
 
 

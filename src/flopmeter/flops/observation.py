@@ -20,7 +20,7 @@ from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
-from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask
+from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, sum_dtype, unmasked_share
 from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.repeats import Repeats
 
@@ -40,6 +40,8 @@ BAND_PAIRS = 1 << 22
 """Of them at once: more would take the device's memory."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
+_BY_HEADS = "aten::_scaled_dot_product"
+"""Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
 _ATTENTION_FAMILIES = frozenset({"attention", "packed_attention", "flash_attn", "flex_attention"})
 
 
@@ -113,6 +115,7 @@ class Observation:
         for undo in self._undo:
             undo()
         self._undo = []
+        self._mode.let_go()
 
     def result(self, convention: Convention = "exact") -> FlopCount:
         """The FLOPs of what was seen. Reads the mask sums from the device."""
@@ -160,7 +163,7 @@ class Observation:
         node = _gradient_node() if not self._frames.depth else None
         frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
         bound = bind(formula, func, args)
-        phase, work = self._phase(frame), _work(formula, bound, kwargs, out)
+        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node), out)
         self._note_repeats(phase, work, node)
         self.calls.append(
             Call(
@@ -170,7 +173,7 @@ class Observation:
                 dtype=_dtype_of(args),
                 is_attention=formula.family in _ATTENTION_FAMILIES,
                 work=work,
-                pairs=self._pairs_of(op, formula, args, {**bound, **kwargs}, out, frame, node),
+                pairs=self._pairs_of(op, formula, {**bound, **kwargs}, out, frame, node),
             )
         )
 
@@ -196,7 +199,6 @@ class Observation:
         self,
         op: str,
         formula: Formula,
-        args: tuple[Any, ...],
         bound: Mapping[str, Any],
         out: Any,
         frame: Frame,
@@ -205,26 +207,27 @@ class Observation:
         if formula.family == "flex_attention":
             return _flex_pairs(bound)
         if formula.family in _ATTENTION_FAMILIES:
-            return self._fused_pairs(bound, frame, node)
+            return self._fused_pairs(op, bound, frame, node)
         if op not in SCORE_PRODUCTS:
             return None
         known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
         if known is not None:
             return known
-        pairs = self._pairs.product(args, out)
+        pairs = self._pairs.product(op, bound, out)
         if torch.is_grad_enabled():
             self._pairs.by_sequence[_get_sequence_nr() - 1] = pairs
         return pairs
 
-    def _fused_pairs(self, bound: Mapping[str, Any], frame: Frame, node: Any) -> Pairs | None:
+    def _fused_pairs(self, op: str, bound: Mapping[str, Any], frame: Frame, node: Any) -> Pairs | None:
         query, key, value = (bound.get(name) for name in ("query", "key", "value"))
         if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
             return None
         pairs = Pairs(is_attention=True, needed=_needed_gradients(node, query.shape[-1], value.shape[-1]))
-        mask = explicit_mask(bound)
+        mask, is_real, shape = explicit_mask(bound), frame.batch.token_is_real, (query.shape[-2], key.shape[-2])
         if mask is not None:
-            shape = torch.Size((query.shape[-2], key.shape[-2]))
-            pairs.share = self._pairs.share([mask], shape, frame.batch.token_is_real)
+            pairs.share = self._pairs.share([mask], torch.Size(shape), is_real)
+        elif is_real is not None and is_real.shape[1] == shape[0] and op.startswith(_BY_HEADS):
+            pairs.share = unmasked_share(is_real, *shape, is_causal=bool(bound.get("is_causal")))
         elif pairs.needed == 1:
             return None
         else:
@@ -234,7 +237,7 @@ class Observation:
     def _note_uncounted(self, op: str) -> None:
         namespace, _, name = op.partition("::")
         is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS) and "upsample" not in name
-        if is_matrix_like or namespace not in _KNOWN_NAMESPACES:
+        if is_matrix_like or namespace not in _KNOWN_NAMESPACES or formulas.is_solver(op):
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 
 
@@ -249,6 +252,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._take = take
         self._count_fake = count_fake
         self._pid = os.getpid()
+
+    def let_go(self) -> None:
+        """Nothing comes after this: the two would hold each other, and the step's tensors, until a collection."""
+        self._take = lambda *_: None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -273,6 +280,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _gradient_node() -> Any:
     """The autograd node that runs now, or None outside of a backward pass."""
     return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def _with_wanted(formula: Formula, kwargs: dict[str, Any], node: Any) -> dict[str, Any]:
+    """The arguments, and which gradients the operator's own node passes on, for a formula that asks."""
+    if not formula.wants_wanted or node is None:
+        return kwargs
+    own_name = formula.op.rpartition("::")[2].replace("_", "")
+    if node.name().lower().rstrip("0123456789") != own_name:
+        return kwargs  # a compiled graph's node, whose inputs are other tensors
+    return {**kwargs, "wanted": tuple(function is not None for function, _ in node.next_functions)}
 
 
 def _needed_gradients(node: Any, key_dim: int, value_dim: int) -> float:
@@ -311,7 +328,7 @@ def _flex_pairs(bound: Mapping[str, Any]) -> Pairs | None:
 
 
 def _share(allowed: torch.Tensor) -> torch.Tensor:
-    return allowed.sum(dtype=torch.float64) / max(allowed.numel(), 1)
+    return allowed.sum(dtype=sum_dtype(allowed.device)) / max(allowed.numel(), 1)
 
 
 def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:

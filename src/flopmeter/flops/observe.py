@@ -16,19 +16,23 @@ needs, and how much of it was seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.frames import Batch
 from flopmeter.flops.observation import Observation
 from flopmeter.flops.side_count import count_call
 
 MIN_COVERAGE = 0.97
+SAME = 1e-3
+"""Shares of a dtype that differ by less are the same: rounding, and masks that were fused away."""
 
 
 class ObservedStep(Observation):
@@ -47,7 +51,9 @@ class ObservedStep(Observation):
         if twin.recompute_flop and not self._hides_masks():  # the compiler decides what it computes again
             recompute_flop = seen.model_flop + seen.recompute_flop - twin.model_flop
         coverage = min(1.0, seen.hardware_flop / twin.hardware_flop) if twin.hardware_flop else 1.0
-        hardware = seen if coverage >= MIN_COVERAGE else twin
+        hardware = twin
+        if coverage >= MIN_COVERAGE:
+            hardware, twin = seen, _in_dtypes_of(seen, twin)
         return replace(
             twin,
             recompute_flop=recompute_flop,
@@ -67,8 +73,11 @@ class ObservedStep(Observation):
         training = [batch for batch in self.batches if not batch.is_evaluation]
         if not training or len(self.roots) != 1:
             raise CountError("one model that was called is needed")
-        counts = [count_call(self.roots[0], *batch.arguments, convention=convention) for batch in training]
-        return sum_counts(counts)
+        return sum_counts([self._count_call(batch, convention) for batch in training])
+
+    def _count_call(self, batch: Batch, convention: Convention) -> FlopCount:
+        with torch.autocast(*batch.autocast) if batch.autocast is not None else nullcontext():
+            return count_call(self.roots[0], *batch.arguments, convention=convention)
 
 
 @contextmanager
@@ -80,6 +89,30 @@ def observe(*models: nn.Module) -> Iterator[ObservedStep]:
         yield step
     finally:
         step.stop()
+
+
+def _in_dtypes_of(seen: FlopCount, twin: FlopCount) -> FlopCount:
+    """The twin's work in the dtypes that ran: autocast inside the model casts nothing that has no values.
+
+    Where the twin has other dtypes, nobody knows which work was done in which: all of it is taken in the same mixture.
+    """
+    shares = _shares(seen.by_dtype)
+    own = _shares(twin.by_dtype)
+    if not shares or all(abs(shares.get(dtype, 0.0) - own.get(dtype, 0.0)) < SAME for dtype in shares.keys() | own):
+        return twin
+    by_driver: dict[str, float] = {}
+    for parts in twin.growth.values():
+        by_driver = _plus(by_driver, parts)
+    return replace(
+        twin,
+        by_dtype={dtype: share * twin.model_flop for dtype, share in shares.items()},
+        growth={dtype: {name: share * flop for name, flop in by_driver.items()} for dtype, share in shares.items()},
+    )
+
+
+def _shares(by_dtype: Mapping[str, float]) -> dict[str, float]:
+    total = sum(by_dtype.values())
+    return {dtype: flop / total for dtype, flop in by_dtype.items()} if total else {}
 
 
 def sum_counts(counts: list[FlopCount]) -> FlopCount:

@@ -74,12 +74,14 @@ class PairTracker:
             pairs.allowed.append(mask)
             _tag(out, pairs)
 
-    def product(self, args: tuple[Any, ...], out: Any) -> Pairs:
+    def product(self, op: str, bound: Mapping[str, Any], out: Any) -> Pairs:
         """The pairs of a batched product: those of the softmax it consumes, or new ones that may become attention."""
-        pairs = _find_tag(args)
+        pairs = _find_tag(tuple(bound.values()))
         if pairs is not None and pairs.is_attention:
             return pairs
         pairs = Pairs()
+        if op == "aten::baddbmm" and bound.get("beta", 1) != 0:  # with 0 it is memory that nobody filled
+            pairs.allowed.append(bound["self"])
         _tag(out, pairs)
         return pairs
 
@@ -88,13 +90,25 @@ class PairTracker:
     ) -> torch.Tensor | float | None:
         """Share of the pairs that all masks let through and whose query is no padding, as a device scalar."""
         if not allowed:
-            return 1.0
+            return unmasked_share(query_is_real, *scores_shape[-2:])
         if any(mask.is_meta for mask in allowed):
             return None
         key = (*map(_identity, allowed), id(query_is_real), *scores_shape[-2:])
         if key not in self._shares:  # the masks are kept, so that no other tensor can take their place in memory
             self._shares[key] = (allowed, _share(allowed, scores_shape, query_is_real))
         return self._shares[key][1]
+
+
+def unmasked_share(
+    query_is_real: torch.Tensor | None, num_queries: int, num_keys: int, is_causal: bool = False
+) -> torch.Tensor | float:
+    """Share of the pairs whose query is no padding, where no mask tells, as a device scalar; 1 without padding."""
+    if query_is_real is None or query_is_real.shape[1] != num_queries:
+        return 1.0
+    seen = torch.full((num_queries,), num_keys, device=query_is_real.device)
+    if is_causal:
+        seen = torch.arange(1, num_queries + 1, device=query_is_real.device).clamp(max=num_keys)
+    return (query_is_real * seen).sum(dtype=sum_dtype(seen.device)) / max(query_is_real.numel() * num_keys, 1)
 
 
 def allowed_by(mask: torch.Tensor) -> torch.Tensor:
@@ -124,7 +138,12 @@ def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.
     if query_is_real is not None and query_is_real.shape[1] == num_queries:
         kept = kept & query_is_real.to(kept.device)[:, None, :, None]
     kept = kept.expand(*kept.shape[:-2], num_queries, num_keys)
-    return kept.sum(dtype=torch.float64) / max(kept.numel(), 1)
+    return kept.sum(dtype=sum_dtype(kept.device)) / max(kept.numel(), 1)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What pairs are added up in: as many digits as the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

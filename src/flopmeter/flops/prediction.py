@@ -4,17 +4,21 @@ A counted step says how much of its work grows with tokens, with attended pairs,
 says by how much each of these grows from that step's workload to another's. So one counted step predicts all others,
 the next one tests the prediction, and its error is published. A step with work of a kind that no counted step had (the
 first image after text alone) takes that kind from the closed form.
+
+Hardware FLOPs follow what the device is handed, padding included: `executed` says how.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flopmeter.flops.estimate import EstimatePlan
+from flopmeter.flops.executed import Executed, by_kind, kind_of
 from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.varying import Counts
 from flopmeter.flops.workload import Workload, pairs
 
 MAX_KNOWN = 256
@@ -39,6 +43,8 @@ class _Calibration:
     count: FlopCount
     growth: Mapping[str, float]
     """What the closed form says of the counted step, by kind of work."""
+    executed: Executed
+    """What the device ran in it."""
 
 
 class Predictor:
@@ -59,6 +65,12 @@ class Predictor:
         self._is_calibrated = is_calibrated
         self._calibrations: dict[frozenset[str], _Calibration] = {}
         self._known: OrderedDict[Workload, Prediction] = OrderedDict()
+        self._counts = Counts()
+
+    @property
+    def difference(self) -> float:
+        """By how much counts of the last counted workload differ, as a share of their mean; 0 where they agree."""
+        return self._counts.difference
 
     def learn(self, count: FlopCount, workload: Workload) -> float | None:
         """Take a counted step; returns the relative error of what had been predicted for it."""
@@ -66,9 +78,11 @@ class Predictor:
         if count.model_flop:
             self.error = predicted / count.model_flop - 1
         if self._is_calibrated:
+            count = self._counts.add(count, workload)
             growth = self._growth(workload)
             others = {kinds: other for kinds, other in self._calibrations.items() if kinds != frozenset(growth)}
-            calibration = _Calibration(self._with_sound_growth(count, growth), growth)
+            sound = self._with_sound_growth(count, growth)
+            calibration = _Calibration(sound, growth, Executed.of(sound, self.plan, workload, growth))
             self._calibrations = {**others, frozenset(growth): calibration}  # the last is the newest
             self._known = OrderedDict()  # replaced, not cleared: another thread may be reading
             self._remember(workload, Prediction(count.by_dtype, count.hardware_by_dtype, "counted"))
@@ -87,24 +101,22 @@ class Predictor:
 
     def _predict(self, workload: Workload) -> Prediction:
         planned = self.plan.evaluate(workload, convention=self._convention, dtype=self.dtype)
-        growth = _by_kind(planned.growth)
+        growth = by_kind(planned.growth)
         calibration = self._nearest(frozenset(growth))
         if calibration is None:
             return Prediction(planned.by_dtype, planned.hardware_by_dtype, planned.method)
         count = calibration.count
-        scales = _scales(calibration.growth, growth, _by_kind(count.growth))
-        total = sum(count.by_dtype.values())
+        scales = _scales(calibration.growth, growth, by_kind(count.growth))
         model = {
-            dtype: sum(flop * scales.get(_kind(driver), scales[""]) for driver, flop in parts.items())
+            dtype: sum(flop * scales.get(kind_of(driver), scales[""]) for driver, flop in parts.items())
             for dtype, parts in (count.growth or {dtype: {"": flop} for dtype, flop in count.by_dtype.items()}).items()
         }
         for dtype, parts in planned.growth.items() if count.growth else ():
             own = dtype if len(count.by_dtype) != 1 else next(iter(count.by_dtype))  # autocast's, where it was counted
             for driver, flop in parts.items():
-                if flop and _kind(driver) not in calibration.growth:
+                if flop and kind_of(driver) not in calibration.growth:
                     model[own] = model.get(own, 0.0) + flop
-        ratio = sum(model.values()) / total if total else 1.0
-        hardware = {dtype: flop * ratio for dtype, flop in count.hardware_by_dtype.items()}
+        hardware = calibration.executed.at(self.plan, workload)
         return Prediction(model, hardware, "calibrated" if self.plan.method == "estimate" else "scaled")
 
     def _nearest(self, kinds: frozenset[str]) -> _Calibration | None:
@@ -120,7 +132,7 @@ class Predictor:
         total = count.model_flop
         if self.plan.method != "estimate" or not total or abs(sum(planned.values()) / total - 1) > SAME_TOTAL:
             return count
-        seen = _by_kind(count.growth)
+        seen = by_kind(count.growth)
         if all(abs(seen.get(kind, 0.0) - planned.get(kind, 0.0)) <= SAME_PART * total for kind in {*seen, *planned}):
             return count
         shares = _shares(total, seen, planned)
@@ -130,7 +142,7 @@ class Predictor:
         return replace(count, growth=growth)
 
     def _growth(self, workload: Workload) -> dict[str, float]:
-        return _by_kind(self.plan.evaluate(workload, convention=self._convention).growth)
+        return by_kind(self.plan.evaluate(workload, convention=self._convention).growth)
 
 
 def _shares(total: float, seen: Mapping[str, float], planned: Mapping[str, float]) -> dict[str, float]:
@@ -141,16 +153,6 @@ def _shares(total: float, seen: Mapping[str, float], planned: Mapping[str, float
         return {kind: flop / sum(planned.values()) for kind, flop in planned.items()}
     left = (total - sum(seen[kind] for kind in agreed)) / sum(rest.values())
     return {kind: (seen[kind] if kind in agreed else flop * left) / total for kind, flop in planned.items()}
-
-
-def _by_kind(growth: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """FLOPs by kind of work; kinds that there is none of are not in it."""
-    found: dict[str, float] = defaultdict(float)
-    for parts in growth.values():
-        for driver, flop in parts.items():
-            if flop:
-                found[_kind(driver)] += flop
-    return dict(found)
 
 
 def _scales(before: Mapping[str, float], after: Mapping[str, float], seen: Mapping[str, float]) -> dict[str, float]:
@@ -173,8 +175,3 @@ def as_if_unpadded(workload: Workload) -> Workload:
     length = tokens // rows
     window = rows * pairs(length, causal=True, window=workload.window) if workload.window else 0
     return replace(workload, tokens=tokens, pairs_causal=rows * pairs(length, causal=True), pairs_window=window)
-
-
-def _kind(driver: str) -> str:
-    """Text pairs are one kind: the closed form knows which of them a mask lets through."""
-    return "pair" if driver in ("causal_pair", "full_pair", "other_pair") else driver

@@ -120,7 +120,8 @@ def looks_like_matrix_work(name: str) -> bool:
     namespace, _, short = name.partition("::")
     if namespace == "aten":
         is_pointwise_cell = short.startswith("_thnn_fused_")
-        return not is_pointwise_cell and any(MATRIX_WORD.fullmatch(word) for word in short.split("_"))
+        is_product = not is_pointwise_cell and any(MATRIX_WORD.fullmatch(word) for word in short.split("_"))
+        return is_product or formulas.is_solver(name)
     if namespace in _KNOWN_NAMESPACES or not re.fullmatch(r"\w+::\w+", name):
         return False
     return bool(torch._C._jit_get_schemas_for_operator(name))

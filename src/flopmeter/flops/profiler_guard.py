@@ -43,12 +43,12 @@ _OTHER_TOOLS = (
 )
 # Operators only. All of "CPU" would attach CUPTI to trace the CUDA runtime, which slows the run for good.
 _OPERATORS = {ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION"}}
-# What the device does, and which call and which operator it goes back to.
-_KERNELS = {
-    ProfilerActivity.CUDA: {
-        "CONCURRENT_KERNEL", "GPU_MEMCPY", "GPU_MEMSET", "CUDA_RUNTIME", "CUDA_DRIVER", "EXTERNAL_CORRELATION"
-    }
-}  # fmt: skip
+# What the device does as well, and which call and which operator it goes back to. Torch counts the link between the two
+# among what the CPU does, and refuses a name in the wrong group.
+_WITH_KERNELS = {
+    ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION", "EXTERNAL_CORRELATION"},
+    ProfilerActivity.CUDA: {"CONCURRENT_KERNEL", "GPU_MEMCPY", "GPU_MEMSET", "CUDA_RUNTIME", "CUDA_DRIVER"},
+}
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
@@ -64,7 +64,7 @@ class Recording:
 
     def __init__(self, *, with_shapes: bool = True, with_kernels: bool = False) -> None:
         self.was_cut_short = False
-        """The user started a profiler, and this session ended early to let it."""
+        """The user started a profiler, and this session ended early; or the device could not be waited for."""
         self.ended = threading.Event()
         self.profiler: torch_profiler.profile | None = None
         self._with_shapes = with_shapes
@@ -96,7 +96,7 @@ class Recording:
                 use_device="cuda" if self._with_kernels else None,
                 record_shapes=self._with_shapes,
                 with_flops=self._with_shapes,
-                activity_filters=_OPERATORS | (_KERNELS if self._with_kernels else {}),
+                activity_filters=_WITH_KERNELS if self._with_kernels else _OPERATORS,
             )
             self._thread, self._process = threading.get_ident(), os.getpid()
             _sessions.own = self
@@ -130,18 +130,32 @@ class Recording:
                 raise CountError("a profiled step must be stopped on the thread that started it: stop it there")
             ended, self.profiler, _sessions.own = self.profiler, None, None
             atexit.unregister(self._stop_at_exit)
+            is_whole = ended.use_device is None or _has_synchronized()
+            ended.use_device = None  # torch waits before it ends the session, and a wait that fails leaves it running
             try:
                 ended.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             finally:
                 self.ended.set()
             # Dropped by hand: with garbage collection off, as large runs have it, nothing else would.
             results, ended.kineto_results = ended.kineto_results, None
-            return results
+            self.was_cut_short = self.was_cut_short or not is_whole
+            return results if is_whole else None
 
     def _stop_at_exit(self) -> None:
         """A session that still runs when the interpreter ends crashes it."""
         if self.is_on_its_thread:
             self.give_way()
+
+
+def _has_synchronized() -> bool:
+    """Wait until the device has done what was recorded, unless that would spoil a graph that is being captured."""
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - the user's own error on the device: their next call shall report it, not ours
+        return False
+    return True
 
 
 class _Sessions:

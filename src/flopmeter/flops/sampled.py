@@ -84,6 +84,12 @@ class SampledStep:
         if events:
             self.profile = self._reduce(events, end_ns)
 
+    def discard(self) -> None:
+        """End the recording and throw it away."""
+        while self._undo:
+            self._undo.pop()()
+        self._recording.give_way()
+
     def _reduce(self, events: list[Any], end_ns: int) -> StepProfile | None:
         ranges = list(_ranges(events))
         marks = Marks(

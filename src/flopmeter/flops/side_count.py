@@ -23,7 +23,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.errors import CountError
+from flopmeter.flops.arguments import unwrap as unwrap
 from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Call, Observation
 from flopmeter.flops.shadow import shadow
@@ -90,17 +92,6 @@ def count_call(
 
 class _NotApplicableError(Exception):
     """This way of counting has nothing to offer for this model."""
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's, DDP's and similar wrappers."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
-            model = model.module  # type: ignore[assignment]
-        else:
-            return model
 
 
 def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -211,10 +202,8 @@ def _observed(
 
 def _autocast_dtype() -> str | None:
     """What autocast would turn matrix products into: it does not know of tensors without values."""
-    for kind in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(kind):
-            return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-    return None
+    autocast = active_autocast()
+    return str(autocast[1]).removeprefix("torch.") if autocast is not None else None
 
 
 def _cast(call: Call, dtype: str) -> Call:

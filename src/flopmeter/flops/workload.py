@@ -14,6 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from flopmeter.flops.arguments import NAMED_INPUTS, Reads, flatten, is_list_of_samples, main_input, second_input
 
 _N = TypeVar("_N", int, torch.Tensor)
 
@@ -37,6 +40,10 @@ class Needs:
     """Windows of the vision tower, where it has any."""
     has_decoder: bool = False
     """Whether labels (or `decoder_input_ids`) run through a decoder of their own."""
+    reads: Reads = ""
+    """What an input without a name that tells is taken for."""
+    is_sequence_first: bool = False
+    """Whether the batch is the second dimension of a sequence: torch's default for recurrences and transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +115,7 @@ class Workload:
             "pairs_causal": sum(pairs(n, causal=True) for n in lengths),
             "pairs_processed": rows * padded_to**2,
         }
-        found: dict[str, Any] = {"samples": rows, "window": needs.window, **text}
+        found: dict[str, Any] = {"samples": rows, "window": needs.window, "patch_window": needs.patch_window, **text}
         if needs.window:
             found["pairs_window"] = sum(pairs(n, causal=True, window=needs.window) for n in lengths)
         if needs.has_decoder:
@@ -161,60 +168,108 @@ def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
     Args:
         batch: Keyword arguments of the model, a sequence of positional ones, or one tensor. Recognised are token ids
             or embeddings, 2-D attention masks, `cu_seqlens`, `position_ids` that start anew with each packed document,
-            dense images or recordings, and `image_grid_thw` / `video_grid_thw`.
+            dense images or recordings, and `image_grid_thw` / `video_grid_thw`; of other names, the first that looks
+            like an input, in containers too.
     """
     needs = needs or Needs()
-    inputs = _named(batch)
     found: dict[str, Any] = {"window": needs.window, "patch_window": needs.patch_window}
-    found |= _dense(inputs) | _grids(inputs, needs.patch_window)
-    text, lengths = _text(inputs, "", needs.window)
-    found |= text
-    if needs.has_decoder:
-        decoder, decoder_lengths = _text(inputs, "decoder_", 0)
-        found |= {f"decoder_{name}": value for name, value in decoder.items() if name in _TEXT}
-        found |= _cross(text, lengths, decoder, decoder_lengths)
+    inputs, several = _named(batch, needs)
+    if several is not None:
+        found |= _packed(several) if isinstance(several, PackedSequence) else _listed(several, needs)
+        found |= _grids(inputs, needs.patch_window)
+    else:
+        found |= _dense(inputs, needs) | _grids(inputs, needs.patch_window)
+        text, lengths = _text(inputs, "", needs)
+        found |= text
+        if needs.has_decoder:
+            decoder, decoder_lengths = _text(inputs, "decoder_", needs)
+            found |= {f"decoder_{name}": value for name, value in decoder.items() if name in _TEXT}
+            found |= _cross(text, lengths, decoder, decoder_lengths)
     unread = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     return LateWorkload(known={name: value for name, value in found.items() if name not in unread}, unread=unread)
 
 
 _DENSE = ("pixel_values", "input_features", "input_values")
 _OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q")
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 
-def _named(batch: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by name. Positional ones: the first is the input, the second what a decoder is given."""
-    if isinstance(batch, Mapping):
-        named = {str(name): value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        if not named or any(name in named for name in ("input_ids", "inputs_embeds", *_DENSE)):
-            return named
-        return {_kind(next(iter(named.values()))): next(iter(named.values())), **named}
-    items = batch if isinstance(batch, (list, tuple)) else (batch,)
-    tensors = [value for value in items if isinstance(value, torch.Tensor)]
-    named = {_kind(tensors[0]): tensors[0]} if tensors else {}
-    return {**named, "labels": tensors[1]} if len(tensors) > 1 else named
+def _named(batch: Any, needs: Needs) -> tuple[dict[str, torch.Tensor], list[torch.Tensor] | PackedSequence | None]:
+    """The tensors of a batch, the main input first and under a name that tells; and that input where it is several."""
+    if not isinstance(batch, Mapping):
+        items = batch if type(batch) in (list, tuple) else (batch,)
+        batch = {str(position): item for position, item in enumerate(items)}
+    inputs = flatten(batch)
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    if any(name in tensors for name in NAMED_INPUTS):
+        return tensors, None
+    main = main_input(inputs, needs.reads)
+    if main is None:
+        return {}, None
+    value = inputs[main]
+    if isinstance(value, PackedSequence) or (isinstance(value, list) and is_list_of_samples(value, needs.reads)):
+        return tensors, value
+    if needs.has_decoder and not any(name in tensors for name in _DECODER):
+        second = second_input(inputs, main)
+        tensors |= {"labels": second} if second is not None else {}
+    if isinstance(value, list):
+        value = value[0] if len(value) == 1 or _kind(value[0], needs) == "input_ids" else _side_by_side(value)
+    if value.dim() == 1 and (needs.reads == "ids" or value.is_floating_point()):
+        value = value[:, None]  # one number a sample, no sequence of them
+    return {_kind(value, needs): value, **tensors}, None
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    if not tensor.is_floating_point():
-        return "input_ids"
-    return "inputs_embeds" if tensor.dim() == 3 else "pixel_values"
+def _side_by_side(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """As large as all inputs of the same samples together; it holds nothing."""
+    rows = inputs[0].shape[0]
+    return torch.empty(rows, sum(tensor.numel() for tensor in inputs) // max(rows, 1), device="meta")
 
 
-def _text(inputs: Mapping[str, torch.Tensor], prefix: str, window: int) -> tuple[dict[str, Any], torch.Tensor | None]:
+def _kind(tensor: torch.Tensor, needs: Needs) -> str:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return "input_ids" if tensor.dim() <= 3 else "pixel_values"
+    return "inputs_embeds" if tensor.dim() == 3 and needs.reads != "values" else "pixel_values"
+
+
+def _packed(sequences: PackedSequence) -> dict[str, Any]:
+    """Sequences without padding. How many there are is told by their first step; their pairs are not."""
+    rows = sequences.data.shape[0]
+    return {
+        "samples": sequences.batch_sizes[0],
+        "tokens": rows,
+        "tokens_processed": rows,
+        "values": sequences.data.numel(),
+    }
+
+
+def _listed(samples: list[torch.Tensor], needs: Needs) -> dict[str, Any]:
+    """Samples that come one by one, each of its own size."""
+    found: dict[str, Any] = {"samples": len(samples)}
+    if samples[0].dim() < 3 and needs.reads != "values":
+        text = Workload.of_lengths([sample.shape[0] for sample in samples], needs=needs)
+        found |= {name: getattr(text, name) for name in (*_TEXT, "pairs_window")}
+    sizes = [sample.numel() for sample in samples]
+    return {**found, "images": len(samples), "values": sum(sizes), "values_squared": sum(n * n for n in sizes)}
+
+
+def _text(inputs: Mapping[str, torch.Tensor], prefix: str, needs: Needs) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Fields of the text part, and the length of each sequence where a mask tells it."""
+    window = needs.window if not prefix else 0
     ids = inputs.get(f"{prefix}input_ids", inputs.get(f"{prefix}inputs_embeds"))
     if ids is None and prefix:
         ids = inputs.get("labels")
     if ids is None or ids.dim() == 0:
         return {"samples": next((t.shape[0] for t in inputs.values() if t.dim()), 0)}, None
     rows, length = (1, ids.shape[0]) if ids.dim() == 1 else tuple(ids.shape[:2])
+    if needs.is_sequence_first and ids.dim() > 1:
+        rows, length = length, rows
     found: dict[str, Any] = {"samples": rows, "tokens_processed": rows * length, "pairs_processed": rows * length**2}
     mask, positions = inputs.get(f"{prefix}attention_mask"), inputs.get(f"{prefix}position_ids")
     offsets = next((inputs[name] for name in _OFFSETS if name in inputs), None) if not prefix else None
     if offsets is not None:
         return {**found, **_from_lengths(offsets.diff().long(), window)}, None
-    if mask is not None and tuple(mask.shape) == (rows, length) and not mask.is_floating_point():
-        lengths = (mask > 0).sum(1)
+    if mask is not None and tuple(mask.shape) == (rows, length):
+        lengths = real_tokens(mask).sum(1)
         return {**found, **_from_lengths(lengths, window)}, lengths
     if positions is not None and positions.dim() == 2 and positions.shape[1] == length:
         return {**found, **_from_positions(positions.expand(rows, length), window)}, None
@@ -224,6 +279,16 @@ def _text(inputs: Mapping[str, torch.Tensor], prefix: str, window: int) -> tuple
         "pairs_causal": rows * pairs(length, causal=True),
         "pairs_window": rows * pairs(length, causal=True, window=window) if window else 0,
     }, None
+
+
+def real_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask of (rows, length) has a token, on its device: not 0, since packed documents may be numbered in it.
+
+    Floats without a positive one are to be added to scores: there 0 stands for a token.
+    """
+    if not mask.is_floating_point():
+        return mask.bool()
+    return torch.where((mask > 0).any(), mask != 0, mask == 0)
 
 
 def _from_lengths(lengths: torch.Tensor, window: int) -> dict[str, Any]:
@@ -260,12 +325,15 @@ def _cross(
     return found
 
 
-def _dense(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _dense(inputs: Mapping[str, torch.Tensor], needs: Needs) -> dict[str, int]:
     """Images of one size. Five dimensions are several images a sample when the channels come third."""
     dense = next((inputs[name] for name in (*_DENSE, "inputs_embeds") if name in inputs), None)
     if dense is None or dense.dim() < 2 or dense.numel() == 0 or any(True for _ in _grid_tensors(inputs)):
         return {}
-    images = dense.shape[0] * (dense.shape[1] if dense.dim() == 5 and dense.shape[2] <= 4 else 1)
+    if needs.is_sequence_first and dense.dim() == 3:
+        images = dense.shape[1]
+    else:
+        images = dense.shape[0] * (dense.shape[1] if dense.dim() == 5 and dense.shape[2] <= 4 else 1)
     return {"images": images, "values": dense.numel(), "values_squared": dense.numel() ** 2 // images}
 
 

@@ -1,12 +1,13 @@
 """Which wait for a batch belongs to the training? Every DataLoader of the program is timed, on one thread.
 
 During an evaluation the loop fetches from another loader: those waits are part of the pause. Its end shows when the
-iterator is asked that fed the last training step.
+loader is asked that fed the last training step.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from flopmeter.monitor import hooks
@@ -24,8 +25,8 @@ class LoaderMarks:
 
     def __init__(self, listener: WaitListener) -> None:
         self._listener = listener
-        self._last: weakref.ref[Any] | None = None
-        self._training: weakref.ref[Any] | None = None
+        self._last: _Loader | None = None
+        self._training: _Loader | None = None
         self.remove = hooks.patch_loaders(listener, self._takes)
 
     def on_step(self) -> None:
@@ -34,8 +35,36 @@ class LoaderMarks:
 
     def _takes(self, iterator: Any) -> bool:
         """Whether this wait is the training's; it is remembered who was asked."""
-        is_training = self._training is not None and self._training() is iterator
-        if self._listener.is_evaluating and not is_training:
+        training, last = self._training, self._last
+        if self._listener.is_evaluating and (training is None or not training.made(iterator)):
+            self._last = training  # whoever was asked before that was asked for the evaluation, too
             return False
-        self._last = weakref.ref(iterator)
+        if last is None or not last.made(iterator):
+            self._last = _Loader(iterator)
         return True
+
+
+class _Loader:
+    """A loader, known by an iterator of it: each epoch has a new one, with the loader's own index sampler.
+
+    Keeps nothing alive. When the loader is gone, one over the same dataset is the same loader, made anew.
+    """
+
+    __slots__ = ("_dataset_id", "_sampler")
+
+    def __init__(self, iterator: Any) -> None:
+        self._sampler = _reference(iterator._index_sampler)
+        self._dataset_id = id(iterator._dataset)
+
+    def made(self, iterator: Any) -> bool:
+        sampler = self._sampler()
+        if sampler is None:
+            return id(iterator._dataset) == self._dataset_id
+        return sampler is iterator._index_sampler
+
+
+def _reference(sampler: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(sampler)
+    except TypeError:  # a list of batches: it has no more than indices, and may be kept
+        return lambda: sampler

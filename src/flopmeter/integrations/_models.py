@@ -133,7 +133,10 @@ class _Probe:
         if threading.get_ident() == self._thread:
             self._calls.leave(self.module)
 
-    def on_evaluation(self) -> None:
+    def on_evaluation(self, *, is_training: bool) -> None:
+        pass
+
+    def on_evaluation_end(self) -> None:
         pass
 
 

@@ -12,6 +12,7 @@ from flopmeter.integrations._models import key_of
 from flopmeter.integrations._steps import IN_BACKWARD, StepRule
 from flopmeter.monitor import TrainingMonitor
 from flopmeter.monitor.hooks import follow_optimizer
+from flopmeter.monitor.last_words import last_words
 
 _T = TypeVar("_T")
 
@@ -39,10 +40,16 @@ class Session:
         self._num_before = found.num_steps
         self._has_models = bool(found.models)
         self._monitor = TrainingMonitor(output_dir, config)
+        self._monitor.is_silent_at_end = True  # whoever holds the session says what was found
         if found.models:
             self._monitor.set_model_ref(*found.models)
-        self._monitor.start_training(after_step=self._num_before)
+        try:
+            self._monitor.start_training(after_step=self._num_before)
+        except BaseException:
+            self._monitor.detach()
+            raise
         self._marks = self._monitor.marks
+        self._marks.has_optimizer = True
         self._loaders = LoaderMarks(self._marks)
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
         for optimizer in found.optimizers.values():
@@ -91,13 +98,10 @@ class Session:
         summary = self._monitor.finish_training()
         if not self._monitor.run_path.exists():
             return f"no record: nothing could be written to {self._monitor.output_dir}"
-        mfu, step_s = summary.get("perf/mfu"), summary.get("step_time_median_s")
-        found = "MFU unknown" if mfu is None else f"MFU {100 * mfu:.1f} %"
-        if not self._has_models:
-            found += " (no module was found that the loop calls)"
-        elif step_s is None:
-            found += " (too few steps)"
-        else:
-            found += f", {step_s * 1e3:.3g} ms per step"
-        num_steps = self._num_before + self._monitor.num_steps
-        return f"{found}, {num_steps} step{'s' * (num_steps != 1)}; run: {self._monitor.output_dir}"
+        return last_words(
+            summary,
+            self._monitor.num_steps,
+            f"run: {self._monitor.output_dir}",
+            num_before=self._num_before,
+            why_unknown="" if self._has_models else "no module was found that the loop calls",
+        )

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flopmeter.errors import sign_warnings
+
 if TYPE_CHECKING:
     from flopmeter.integrations._discovery import Discovery
     from flopmeter.integrations._session import Session
@@ -39,23 +41,10 @@ def install(settings: str) -> None:
     Args:
         settings: As JSON: `output_dir`, `config` (a mapping) and `is_quiet`.
     """
-    logger.addHandler(_Signed())
+    sign_warnings()
     program = Program(**json.loads(settings))
     program.follow()
     atexit.register(program.finish)
-
-
-class _Signed(logging.StreamHandler):  # type: ignore[type-arg]
-    """Says whose warning it is, where the program has no logging of its own: it has never heard of us."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setLevel(logging.WARNING)
-        self.setFormatter(logging.Formatter("flopmeter: %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers:
-            super().emit(record)
 
 
 class Program:
@@ -114,7 +103,9 @@ class Program:
         if self._num_records > 1:
             beyond = "; those after it were not measured" if self._has_more else ""
             said += f" (the last of {self._num_records} trainings{beyond})"
-        if not self._is_quiet and os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
+        has_failed = hasattr(sys, "last_type")  # python has told of it: that is why there is nothing
+        is_said = not self._is_quiet and bool(self._last_words or not has_failed)
+        if is_said and os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
             print(f"flopmeter: {said}", file=sys.stderr)
         if self._num_records:
             import_module("flopmeter.monitor.ending").keep_interrupt()

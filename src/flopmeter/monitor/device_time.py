@@ -82,11 +82,18 @@ class DeviceTime:
     def report(self) -> None:
         """Write what has come together."""
         steps, self._steps = self._steps, []
-        if steps:
-            self._event("device_time", num_steps=len(steps), **summary_of(steps))
+        if not steps:
+            return
+        summary = summary_of(steps)
+        device_s = summary["device_s"]
+        metrics = {}
+        if COMMUNICATION in device_s and sum(device_s.values()) > 0:  # the host only hands collectives over
+            metrics["perf/exposed_communication_share"] = device_s[COMMUNICATION] / sum(device_s.values())
+        self._event("device_time", metrics=metrics or None, num_steps=len(steps), **summary)
 
     def close(self) -> None:
         """The run is over."""
+        self.take_finished(0)
         self.report()
         if self.waits is not None:
             self.waits.detach()

@@ -62,6 +62,8 @@ class StepRecord(Struct, gc=False):
     """Share of the wait for data in which this thread computed, where it was looked at."""
     arrival: Arrival | None = None
     """When what was copied for `seen` and `datasets` is on the host; None when it is."""
+    has_copies: bool = False
+    """Whether any of that was: the training thread wants it back, to let it go."""
 
     def is_ready(self) -> bool:
         """Whether the device has caught up with it."""
@@ -220,7 +222,9 @@ class Digest:
 
     def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
-        predicted = self.source.predict(workload) if self.source is not None and workload else None
+        predicted = self.source.predict(workload, item.index) if self.source is not None and workload else None
+        if workload == Workload() and not (self.source is not None and self.source.has_count):
+            predicted = None  # the model was given nothing: only a count can tell what it does with that
         return Step(
             step_s=time_.step_ns / 1e9,
             phase_s={name: ns / 1e9 for name, ns in zip(PHASES, time_.phase_ns, strict=True)},

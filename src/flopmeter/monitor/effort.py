@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -13,13 +15,19 @@ from flopmeter.monitor.digest import StepRecord
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.sampling import Sampling
 from flopmeter.monitor.schedule import Schedule
+from flopmeter.monitor.workloads import Seen
 from flopmeter.timing import PhaseClock, split
 
 logger = logging.getLogger("flopmeter")
 
-COPIES_S = 0.1
-"""How long a measured step waits for the lengths of its sequences: they were copied before its forward pass, so that
-the device still has all of the step to do."""
+COPIES_S = 10.0
+"""How long a measured step waits for the lengths of its sequences at most: a device may be far behind its host, and
+without them nothing can be learnt from the step."""
+MAX_IN_VAIN = 3
+"""Measurements in a row that give way to a pause: a loop that has one in every step is measured with it."""
+WATCH_S, WATCH_SHARE = 1.0, 2e-4
+"""The model is looked at once a second: that takes 0.2 ms for 500 modules. Smaller ones, at the same share of the time,
+are looked at more often."""
 
 
 class Effort:
@@ -51,7 +59,12 @@ class Effort:
         self._event = event
         self._threads_s = threads_s
         self._started_s = 0.0
+        self._num_in_vain = 0
         self._phase: str | None = None
+        self._watched = -math.inf, 0
+        """When the model was last looked at, by the clock and in steps."""
+        self._watch_s = 0.0
+        """From then to the next look."""
         self.schedule = self._make_schedule(phase=None)
         self.sampling = Sampling(config, self.schedule.interval_steps, event)
 
@@ -77,6 +90,31 @@ class Effort:
         self.schedule.note_step(metrics["perf/step_time"])
         self.sampling.note_step(index, metrics)
 
+    def watch_model(self, source: FlopSource, num_steps: int) -> int:
+        """Notice a model that is trained otherwise than before, and have it measured anew.
+
+        Before a measurement is read it is looked at in any case: whose count would that be? Gives the number of steps
+        after which the next look is due.
+        """
+        now_s = time.monotonic()
+        since_s, before = self._watched
+        if now_s - since_s >= self._watch_s or source.is_measuring:
+            is_changed = source.is_changed()
+            self._watched = now_s, num_steps
+            self._watch_s = min(WATCH_S, (time.monotonic() - now_s) / WATCH_SHARE)
+            if is_changed:
+                self._take_change(source, num_steps)
+        step_s = (now_s - max(since_s, self._started_s)) / max(1, num_steps - before)
+        left_s = self._watched[0] + self._watch_s - now_s
+        return num_steps + max(1, math.floor(left_s / step_s) if step_s > 0 else 1)
+
+    def _take_change(self, source: FlopSource, num_steps: int) -> None:
+        with self._clock.pause() as lasted_s:
+            asks = source.take_change(num_steps - 1)
+        self._event("pause", name="flopmeter", duration_s=lasted_s())
+        if asks and not source.is_measuring:
+            self.schedule.hasten(num_steps)
+
     def end_step(self, source: FlopSource | None, record: StepRecord, num_steps: int) -> None:
         """Close what ran through this step, and learn from it. Reading it is our time, not the next step's."""
         is_counted = source is not None and source.is_measuring
@@ -87,9 +125,8 @@ class Effort:
         with self._clock.pause() as lasted_s:
             if source is not None and is_counted:
                 record.marks = (*record.marks, source.kind)
-                has_come = record.arrival is None or record.arrival.comes_within(COPIES_S)
                 try:
-                    source.finish(record.seen if has_come else ())
+                    source.finish(partial(_seen_in, record))
                 except Exception as error:  # noqa: BLE001 - a model that cannot be counted is timed all the same
                     source.give_up(error)
             else:
@@ -98,7 +135,33 @@ class Effort:
         if is_counted:
             self.schedule.note_measured(num_steps, step_s, lasted_s())
         self.own_ns -= round(lasted_s() * 1e9)  # counted with the measurement
+        self._num_in_vain = 0
         self._event("pause", name="flopmeter", duration_s=lasted_s())
+
+    def discard(self, source: FlopSource | None, num_steps: int) -> None:
+        """Stop what runs through this step and throw it away: a later one is measured instead. Never raises."""
+        if not self.is_measuring:
+            return
+        start_ns = time.perf_counter_ns()
+        self.is_measuring = False
+        if source is not None:
+            try:
+                source.stop()
+            except Exception as error:  # noqa: BLE001 - as above
+                source.give_up(error)
+        self.sampling.discard(num_steps)
+        self.own_ns += time.perf_counter_ns() - start_ns
+
+    def give_way(self, source: FlopSource | None, num_steps: int) -> None:
+        """A pause begins within the measured step: all of an evaluation would be recorded with it."""
+        if self.is_measuring and self._num_in_vain < MAX_IN_VAIN:
+            self._num_in_vain += 1
+            self.discard(source, num_steps)
+
+    def end_capture(self, source: FlopSource | None, num_steps: int, duration_s: float) -> None:
+        """A step was captured into a graph and not run: its time is lost, and nothing was measured in it."""
+        self.discard(source, num_steps)
+        self._event("pause", name="graph capture", duration_s=duration_s)
 
     def begin_step(self, source: FlopSource | None, model: nn.Module | None, num_steps: int) -> None:
         """Measure the step that begins now, if it is time and the budget allows it."""
@@ -130,3 +193,9 @@ class Effort:
         budget = None if is_profiler and interval.is_explicit else settings.overhead_budget
         first = settings.performance_monitoring.smart_mode.initial_profiling or is_profiler
         return Schedule(interval.steps, budget, measures_first=first)
+
+
+def _seen_in(record: StepRecord) -> Sequence[Seen]:
+    """What the step was given, once that has come from the device; nothing when it does not."""
+    has_come = record.arrival is None or record.arrival.comes_within(COPIES_S)
+    return record.seen if has_come else ()

@@ -44,7 +44,8 @@ class ForwardListener(Protocol):
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
     def on_forward_end(self) -> None: ...
-    def on_evaluation(self) -> None: ...
+    def on_evaluation(self, *, is_training: bool) -> None: ...
+    def on_evaluation_end(self) -> None: ...
 
 
 class WaitListener(Protocol):
@@ -73,6 +74,8 @@ class Hooks:
         self._undo: list[Callable[[], None]] = []
         self._models: tuple[nn.Module, ...] = ()
         self._detach_models: list[Callable[[], None]] = []
+        self.on_graphing: Callable[[], None] = lambda: None
+        """Called before a graph is made of a model, which must have no hooks: a measurement has some of its own."""
 
     def attach_models(self, *models: nn.Module) -> None:
         """Mark the forward passes of the modules that the loop calls, and the backward passes that follow.
@@ -80,7 +83,7 @@ class Hooks:
         A second call moves the marks from the first modules to these.
         """
         if not self._models:
-            self._undo += [_patch_backward(self._listener), _patch_graphing(self)]
+            self._undo += [_patch_backward(self._listener), *_patch_graphing(self)]
         self._detach()
         self._models = models
         self._attach()
@@ -88,6 +91,7 @@ class Hooks:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the marks off the models for a moment: `make_graphed_callables` refuses a model that has hooks."""
+        self.on_graphing()
         self._detach()
         try:
             yield
@@ -102,8 +106,7 @@ class Hooks:
 
     def attach_loader(self, loader: Any) -> None:
         """Time the wait for each batch of a DataLoader, however the loop iterates over it."""
-        dataset = getattr(loader, "dataset", None)
-        self._undo.append(patch_loaders(self._listener, lambda iterator: iterator._dataset is dataset))
+        self._undo.append(patch_loaders(self._listener, _Feeds(loader)))
 
     def remove(self) -> None:
         """Take everything away again. Safe to call twice."""
@@ -160,18 +163,23 @@ class _ForwardHook(OwnHook):
         if _is_grad_enabled():
             self._on_forward(args, kwargs)
         else:
-            self._on_evaluation()
+            self._on_evaluation(is_training=module.training)
 
 
 class _ForwardEndHook(OwnHook):
-    __slots__ = ("_on_forward_end",)
+    __slots__ = ("_on_evaluation_end", "_on_forward_end")
 
     def __init__(self, listener: ForwardListener) -> None:
         self._on_forward_end = listener.on_forward_end
+        self._on_evaluation_end = listener.on_evaluation_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if not _is_compiling() and _graph_task() == -1 and _is_grad_enabled() and _tracing_state() is None:
+        if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
+            return
+        if _is_grad_enabled():
             self._on_forward_end()
+        else:
+            self._on_evaluation_end()
 
 
 class _OptimizerHook(OwnHook):
@@ -210,7 +218,7 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
     return replace_attribute(torch.autograd, "backward", backward)
 
 
-def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
+def _patch_graphing(hooks: Hooks) -> list[Callable[[], None]]:
     """Torch makes no CUDA graph of a model that has hooks; ours are put back when it is made."""
     original = torch.cuda.make_graphed_callables
 
@@ -218,7 +226,8 @@ def _patch_graphing(hooks: Hooks) -> Callable[[], None]:
         with hooks.lifted():
             return original(*args, **kwargs)
 
-    return replace_attribute(torch.cuda, "make_graphed_callables", make_graphed_callables)
+    homes = (torch.cuda, torch.cuda.graphs)  # one function under two names
+    return [replace_attribute(home, "make_graphed_callables", make_graphed_callables) for home in homes]
 
 
 def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:
@@ -241,6 +250,27 @@ def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Cal
         return batch
 
     return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
+
+
+class _Feeds:
+    """Tells whether an iterator is one of a loader's.
+
+    It keeps the loader's own index sampler. Another loader over the same dataset has another one: an evaluation on the
+    training data. As long as none with the loader's sampler was seen, the dataset must do: what the loop iterates over
+    may be a copy that a framework has made for this rank.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._dataset = getattr(loader, "dataset", None)
+        sampler = getattr(loader, "batch_sampler", None)
+        self._sampler = sampler if sampler is not None else getattr(loader, "sampler", None)
+        self._was_seen = False
+
+    def __call__(self, iterator: Any) -> bool:
+        if iterator._index_sampler is self._sampler:
+            self._was_seen = True
+            return True
+        return not self._was_seen and iterator._dataset is self._dataset
 
 
 def _skip_in_compiler(code: CodeType, *, and_callees: bool) -> None:

@@ -22,6 +22,7 @@ from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
 from flopmeter.flops.prediction import MAX_KNOWN, Predictor, as_if_unpadded
 from flopmeter.flops.profiled import ProfiledStep
+from flopmeter.flops.training_state import training_state
 from flopmeter.flops.workload import Needs, Workload
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
@@ -30,6 +31,15 @@ from flopmeter.schema import METRICS_BY_KEY, StepMark
 
 logger = logging.getLogger("flopmeter")
 
+MAX_STATES = 8
+"""Ways of training whose counts are kept: a loop that goes back to one finds its counts."""
+MAX_TURNS = 100
+"""Changes that are remembered until the steps before them are digested."""
+CHANGED = "what is trained or checkpointed has changed: FLOPs are estimated until a step is measured again"
+DIFFERENT = (
+    "FLOPs differ between steps of the same shape by {:.0%}, as where layers are dropped at random: "
+    "the mean of the measured ones is used"
+)
 _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
     "by_op", "by_module", "growth", "coverage", "uncounted", "method", "convention", "left_out",
@@ -45,11 +55,28 @@ class StepFlop(NamedTuple):
     """Model FLOPs if padding counted as work."""
 
 
+class _Stage:
+    """What is known of the model as long as it is trained in one way."""
+
+    def __init__(self, predictor: Predictor | None) -> None:
+        self.predictor = predictor
+        self.has_count = False
+        self.is_told = False
+        self.known: dict[Workload, StepFlop] = {}
+
+    def learn(self, count: FlopCount, workload: Workload | None) -> float | None:
+        """A step was counted; gives the relative error of what had been predicted for it."""
+        error = self.predictor.learn(count, workload) if self.predictor is not None and workload else None
+        self.known = {}  # replaced, not cleared: the background thread may be reading
+        self.has_count = True
+        return error
+
+
 class FlopSource:
     """Measures some steps and predicts the others.
 
-    `start`, `finish` and `stop` are called on the training thread, `read_counters` in the background; `predict`,
-    `peaks` and `error` from any.
+    `start`, `finish`, `stop` and `take_change` are called on the training thread, `read_counters` in the background;
+    `predict`, `peaks` and `error` from any.
 
     Args:
         models: The modules that the loop calls.
@@ -63,24 +90,37 @@ class FlopSource:
         self._event = event
         self._measurement: ObservedStep | ProfiledStep | None = None
         self._counters = self._open_counters()
-        self._looked_up: set[str] = set()
+        self._device = device_of(self._model)
+        self._looked_up: set[tuple[torch.device, str]] = set()
         self.peaks: dict[str, float] = {}
         """FLOP/s by dtype, as far as known."""
         self.recorded_peaks: dict[str, dict[str, str | float]] = {}
         """The same with device, source and note, for the run's header."""
-        self._known: dict[Workload, StepFlop] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._facts: dict[str, Any] | None = None
         self._last_blocker: str | None = None
         self._has_failed = False
         self.ranks: Ranks | None = None
         """The other ranks of the job: rank 0 measures for all that do the same work."""
-        self.has_count = False
-        """Whether anything was counted yet, here or on rank 0."""
-        self._predictor = self._make_predictor()
+        self._state = training_state(models)
+        self._stage = _Stage(self._make_predictor())
+        self._stages = {self._state: self._stage}
+        self._turns = [(0, self._stage)]
+        self._notes: dict[int, Mapping[str, Any]] = {}
+        self._is_watched = True
+        self._has_told_difference = False
         self.mode = self._effective_mode()
         if self.mode == "profiler":
             profiler_guard.watch()
+
+    @property
+    def _predictor(self) -> Predictor | None:
+        return self._stage.predictor
+
+    @property
+    def has_count(self) -> bool:
+        """Whether anything was counted yet, here or on rank 0, of the model as it is trained now."""
+        return self._stage.has_count
 
     @property
     def needs(self) -> Needs:
@@ -109,11 +149,27 @@ class FlopSource:
 
     def note_autocast(self) -> None:
         """Called inside a forward pass: autocast decides the dtype of what is only estimated so far."""
-        device = device_of(self._model).type
+        self.follow_model()
+        device = self._device.type
         is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         if self._predictor is not None and is_on:
             self._predictor.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
             self._find_peak(normalise_dtype(self._predictor.dtype))
+
+    def follow_model(self) -> None:
+        """A model that was moved since it was given to us is held against what its device can do."""
+        device, before = device_of(self._model), self._device
+        if device == before:
+            return
+        self._device = device
+        self.peaks, self.recorded_peaks = {}, {}
+        for dtype in [dtype for where, dtype in self._looked_up if where == before]:
+            self._find_peak(dtype)
+        if self._settings.mfu_calculation_mode == "hybrid":
+            counters, self._counters = self._counters, self._open_counters()
+            self.mode = self._effective_mode()
+            if counters is not None:
+                counters.close()
 
     def start(self) -> None:
         """Measure the step that begins now, unless somebody else's tool is at work."""
@@ -134,19 +190,20 @@ class FlopSource:
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
 
-    def finish(self, seen: Sequence[Seen]) -> None:
-        """The measured step is over: learn from it."""
+    def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
+        """The measured step is over: learn from it.
+
+        Args:
+            seen: Gives what the step was given, and may wait for it: it is asked last.
+        """
         measurement, self._measurement = self._measurement, None
         assert measurement is not None
         measurement.stop()
         count = measurement.result(self._settings.convention)
-        workload = resolve(seen)
-        error = self._predictor.learn(count, workload) if self._predictor and workload else None
-        self._known = {}  # replaced, not cleared: the background thread may be reading
-        self._find_peaks(count)
-        self.has_count = True
+        workload = resolve(seen())
+        error = self._learn(self._stage, count, workload)
         if self.ranks is not None and self.ranks.is_writer and workload:
-            self.ranks.publish(note_of(count, workload))
+            self.ranks.publish({**note_of(count, workload), "state": self._state})
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
         if isinstance(measurement, ObservedStep):
             self._facts = facts_of(measurement, count)
@@ -171,19 +228,64 @@ class FlopSource:
             shares = {key: value for key, value in known.items() if key in METRICS_BY_KEY}
             self._event("counters", shares or None, reader=counters.name, **reading)
         except Exception as error:  # noqa: BLE001 - the thread that writes the record goes on without them
-            self._counters = None  # not closed: what cannot be read is not asked for anything more
+            if self._counters is counters:  # else it belongs to a device that the model has left
+                self._counters = None  # not closed: what cannot be read is not asked for anything more
             message = f"{counters.name}: no more hardware counters: {type(error).__name__}: {error}"
             logger.warning("%s", message)
             self._event("warning", message=message)
 
     def take_count(self, note: Mapping[str, Any]) -> None:
         """Rank 0 has counted a step of the same work. Called in the background."""
-        count, workload = read_note(note)
-        if self._predictor is not None:
-            self._predictor.learn(count, workload)
-        self._known = {}
+        state = note.get("state", self._state)
+        stage = self._stages.get(state)
+        if stage is None:  # rank 0 has noticed a change before us
+            self._notes = {state: note}
+            return
+        self._learn(stage, *read_note(note))
+
+    def _learn(self, stage: _Stage, count: FlopCount, workload: Workload | None) -> float | None:
+        error = stage.learn(count, workload)
         self._find_peaks(count)
-        self.has_count = True
+        difference = stage.predictor.difference if stage.predictor is not None else 0.0
+        if difference and not self._has_told_difference:
+            self._has_told_difference = True
+            self._event("warning", message=DIFFERENT.format(difference))
+        return error
+
+    def is_changed(self) -> bool:
+        """Whether the model is trained in another way than before."""
+        if not self._is_watched:
+            return False
+        try:
+            return training_state(self._roots) != self._state
+        except Exception as error:  # noqa: BLE001 - modules of a user may be anything; the counts go on being used
+            self._is_watched = False
+            logger.warning("changes of the model are no longer noticed: %s: %s", type(error).__name__, error)
+            return False
+
+    def take_change(self, index: int) -> bool:
+        """From the step `index` on the model is trained in another way. Gives whether it should be counted anew.
+
+        What was counted before is no longer used; until the next count the closed form is, read anew.
+        """
+        state = training_state(self._roots)
+        before, stage = self._stage, self._stages.get(state)
+        if stage is None:
+            stage = _Stage(self._make_predictor())
+            if stage.predictor is not None and before.predictor is not None:
+                stage.predictor.dtype = before.predictor.dtype
+            kept = list(self._stages.items())[1 - MAX_STATES :]
+            self._stages = {**dict(kept), state: stage}  # replaced: the background thread may be reading
+        self._state, self._stage = state, stage
+        self._turns = [*self._turns, (index, stage)][-MAX_TURNS:]
+        note = self._notes.pop(state, None)
+        if note is not None:
+            self._learn(stage, *read_note(note))
+        is_due = before.has_count and not stage.has_count
+        if is_due and not stage.is_told:
+            stage.is_told = True
+            self._event("warning", message=CHANGED)
+        return is_due
 
     def stop(self) -> None:
         """The running step is measured no further. Safe to call when none is."""
@@ -205,20 +307,30 @@ class FlopSource:
         self._facts["num_shapes"] = max(1, len(self._shapes))
         self._event("facts", **self._facts)
 
-    def predict(self, workload: Workload) -> StepFlop | None:
-        """FLOPs of a step with this workload, by the dtype names of the peak table."""
-        if len(self._roots) > 1 and not self.has_count:
+    def predict(self, workload: Workload, index: int | None = None) -> StepFlop | None:
+        """FLOPs of a step with this workload, by the dtype names of the peak table.
+
+        Args:
+            index: Which step it is: one from before a change of the model is not told by what came after. None: now.
+        """
+        stage = self._stage if index is None else self._stage_at(index)
+        if len(self._roots) > 1 and not stage.has_count:
             return None  # several modules called in turn have no closed form together
-        by_workload = self._known  # a measurement that ends meanwhile must not find what was foretold without it
+        by_workload = stage.known  # a measurement that ends meanwhile must not find what was foretold without it
         known = by_workload.get(workload)
-        if known is None and self._predictor is not None:
-            found, processed = self._predictor.predict(workload), self._predictor.predict(as_if_unpadded(workload))
+        predictor = stage.predictor
+        if known is None and predictor is not None:
+            found, processed = predictor.predict(workload), predictor.predict(as_if_unpadded(workload))
             known = StepFlop(_short(found.model_flop), _short(found.hardware_flop), _short(processed.model_flop))
             if len(by_workload) >= MAX_KNOWN:
                 by_workload.clear()
             by_workload[workload] = known
             self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
         return known
+
+    def _stage_at(self, index: int) -> _Stage:
+        turns = self._turns
+        return next((stage for since, stage in reversed(turns) if index >= since), turns[0][1])
 
     def _effective_mode(self) -> str:
         mode = self._settings.mfu_calculation_mode
@@ -258,11 +370,11 @@ class FlopSource:
             self._find_peak(normalise_dtype(dtype))
 
     def _find_peak(self, dtype: str) -> None:
-        if dtype in self._looked_up:
+        if (self._device, dtype) in self._looked_up:
             return
-        self._looked_up.add(dtype)
+        self._looked_up.add((self._device, dtype))
         try:
-            peak = peak_flops(device_of(self._model), dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
+            peak = peak_flops(self._device, dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
         except FlopmeterError as error:
             logger.warning("MFU stays unknown: %s", error)
             self._event("warning", message=str(error))

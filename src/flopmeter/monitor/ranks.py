@@ -74,6 +74,11 @@ def _connect(ranks: Ranks, tracker: StepTracker, model: nn.Module) -> None:
     if tracker.source is not None:
         tracker.source.ranks = ranks
         ranks.on_count = tracker.source.take_count
+    connect_device(ranks, tracker, model)
+
+
+def connect_device(ranks: Ranks, tracker: StepTracker, model: nn.Module) -> None:
+    """Let the ranks know what the device does, where there is one."""
     if (device_time := tracker.device_time) is not None:
         device_time.on_step = ranks.add_device
         ranks.blocking.on_backward_computed = lambda: device_time.mark_inside_backward(COMMUNICATION)

@@ -117,6 +117,17 @@ class Sampling:
             typical = {} if self.plan.typical_s is None else {"typical_step_s": self.plan.typical_s}
             self._event("profile", step_s=step_s, **typical, **sampled.profile.fields())
 
+    def discard(self, num_steps: int) -> None:
+        """The sampled step turned out to be none to learn from: another one is sampled some steps later."""
+        running, self.running = self.running, None
+        if running is None:
+            return
+        self.plan.postpone(num_steps)
+        try:
+            running.discard()
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(error)
+
     def close(self) -> None:
         """The run is over, perhaps in the middle of a sampled step."""
         self.plan.stop()

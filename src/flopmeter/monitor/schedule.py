@@ -7,6 +7,8 @@ from statistics import median
 
 WARMUP_STEPS = 3
 TYPICAL_STEPS = 20
+ASK_AGAIN = 100
+"""Steps until a budget that said no is asked again, where no interval says."""
 
 
 class Schedule:
@@ -48,6 +50,10 @@ class Schedule:
             self._may_skip, self._last_measured = True, other._last_measured
             self.next_step = self._after(self._last_measured)
 
+    def hasten(self, num_steps: int) -> None:
+        """Measure soon, within the budget: what was measured so far is of no use any more."""
+        self.next_step = min(self.next_step, max(num_steps, WARMUP_STEPS))
+
     def _after(self, step: int) -> int:
         return step + self.interval_steps if self.interval_steps else 1 << 62
 
@@ -65,7 +71,8 @@ class Schedule:
             return True  # without a first measurement there is no number at all
         if self._fits(run_s, own_s):
             return True
-        self.next_step = num_steps + max(1, self.interval_steps // 10)  # asking at every step would cost, too
+        again = max(1, self.interval_steps // 10) if self.interval_steps else ASK_AGAIN
+        self.next_step = num_steps + again  # asking at every step would cost, too
         return False
 
     def _fits(self, run_s: float, own_s: float) -> bool:

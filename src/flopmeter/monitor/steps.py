@@ -19,11 +19,13 @@ from flopmeter.monitor.digest import NOTHING, StepRecord, copied_to_host
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
-from flopmeter.timing import FORWARD
+from flopmeter.timing import split
 from flopmeter.timing.late import POLL_S, HostCopies, give_back
 
-PATIENCE_S = 1.0
-"""What the device is given at the end of the run to deliver the last numbers."""
+PATIENCE_S, MAX_PATIENCE_S = 1.0, 10.0
+"""What the device is given at the end of the run to deliver the last numbers, at least and at most."""
+PATIENCE_STEPS = 4
+"""In between, so many times what the longest of the last steps took: a device may be some steps behind."""
 LOOK_AGAIN = 8
 """Steps until a measurement that was due and did not begin is tried again; in estimate mode none ever does."""
 
@@ -54,6 +56,8 @@ class Steps:
         self.next_look = 0
         """Before so many steps have ended nothing but a record is due. Set to 0 when something else may be."""
         tracker.on_step = self.end
+        tracker.num_steps = lambda: self.num_steps
+        tracker.on_pause, tracker.on_capture = self.give_way, self.discard_measurement
         self._tracker = tracker
         self._clock = tracker.clock
         self._effort = effort
@@ -73,6 +77,9 @@ class Steps:
         """The running step is over. Never raises."""
         try:
             tracker, index = self._tracker, self.num_steps
+            if tracker.device_time is not None and tracker.device_time.is_capturing():
+                self._end_capture(now_ns)
+                return
             if tracker.is_evaluating:
                 tracker.end_evaluation()
             tracker.has_forward = False  # the next one belongs to another step
@@ -86,12 +93,20 @@ class Steps:
             if index >= self.next_look or index >= self._sampling_plan.next_step:
                 self._look(record, index)
             if self.copies.arrival is not None:
-                record.arrival, self.copies.arrival = self.copies.arrival, None
+                record.arrival, self.copies.arrival, record.has_copies = self.copies.arrival, None, True
             if self._values:  # a loop that speaks again before the next forward pass means this step, too
                 record.values, self._values = self._values, NOTHING
         except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
             self._on_failure("the end of a step", error)
         self._effort.own_ns += perf_counter_ns() - now_ns
+
+    def discard_measurement(self) -> None:
+        """What runs through this step would spoil the graph that is made now. Never raises."""
+        self._effort.discard(self._tracker.source, self.num_steps)
+
+    def give_way(self) -> None:
+        """A pause begins. Never raises."""
+        self._effort.give_way(self._tracker.source, self.num_steps)
 
     def tell(self, values: Mapping[str, Any]) -> None:
         """What the loop says of the step that has ended, or of the one that is running once it has a forward pass.
@@ -125,7 +140,7 @@ class Steps:
             return
         record.seen = workloads.with_mask(record.seen, mask)
         if self.copies.arrival is not None:  # later on the same device than whatever the record waits for
-            record.arrival, self.copies.arrival = self.copies.arrival, None
+            record.arrival, self.copies.arrival, record.has_copies = self.copies.arrival, None, True
 
     def switch_off(self) -> None:
         """From now on a step that ends is nobody's business."""
@@ -136,7 +151,8 @@ class Steps:
         if self._ended is not None:
             self._ended.values = self._ended.values or self._values
             self._complete(self._ended)
-        deadline_s = monotonic() + PATIENCE_S
+        step_s = max((split(record.clock).step_ns / 1e9 for record in self._pending), default=0.0)
+        deadline_s = monotonic() + max(PATIENCE_S, min(PATIENCE_STEPS * step_s, MAX_PATIENCE_S))
         while self._pending:
             record = self._pending.popleft()
             while not (is_ready := record.is_ready()) and monotonic() < deadline_s:
@@ -145,13 +161,19 @@ class Steps:
                 record.forget_late()
             self.put(record)
 
+    def _end_capture(self, now_ns: int) -> None:
+        """The loop went through a step that did not run: it was captured into a graph."""
+        self._tracker.has_forward = False
+        marks = self._clock.take(now_ns)
+        self._effort.end_capture(self._tracker.source, self.num_steps, (marks[-1] - marks[0]) / 1e9)
+
     def _settle(self, record: StepRecord) -> None:
         """Another step has ended: nothing more will be said of this one.
 
         What was said during the other one, with no word of this one before, was of this one if a forward pass came
         after it: such a loop calls its model between a step and its log, as a GAN's does.
         """
-        if self._said_ns and self._clock.has_begun(FORWARD, self._said_ns):
+        if self._said_ns and self._tracker.forward_ns >= self._said_ns:
             record.values, self._values = self._values, NOTHING
         self._complete(record)
 
@@ -173,6 +195,9 @@ class Steps:
             record.blocked_ns = tracker.blocking.take()
         if tracker.device_time is not None:
             tracker.device_time.end_step(num_steps)
+        watch_at = num_steps + every
+        if tracker.source is not None:
+            watch_at = effort.watch_model(tracker.source, num_steps)
         if effort.is_measuring:
             record.arrival = self.copies.arrival
             effort.end_step(tracker.source, record, num_steps)
@@ -190,4 +215,4 @@ class Steps:
             measuring = effort.schedule.next_step
             if measuring <= num_steps:
                 measuring = num_steps + LOOK_AGAIN
-            self.next_look = min(num_steps + every - num_steps % every, measuring)
+            self.next_look = min(num_steps + every - num_steps % every, measuring, watch_at)

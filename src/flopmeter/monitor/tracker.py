@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY = 7
 """Waits for data from one whose CPU time is looked at to the next: the thread's clock costs as much as all marks."""
+HABIT_STEPS = 3
+"""Forward passes without gradients that come with so many steps in turn are no evaluation, but the loop's way of
+training. As many as warm-up has: what a run is judged by is timed in one way only."""
+IN_STEP = (
+    "forward passes without gradients belong to the step here: their time is step time, their FLOPs are not counted; "
+    'if they are an evaluation, tell it by pause("eval")'
+)
 
 
 class StepTracker:
@@ -42,22 +49,38 @@ class StepTracker:
         self.blocking: Blocking | None = None
         self.background: Worker | None = None
         self.finds_evaluation = True
-        """Whether forward passes without gradients are taken for an evaluation."""
+        """Whether forward passes without gradients between two steps are taken for an evaluation, unless they come with
+        every step."""
+        self.has_optimizer = False
+        """Whether an optimizer ends the steps: all from a forward pass of training up to there is the step's."""
         self.num_pauses = 0
         """Pauses that somebody has said we are in, one inside another: whatever is done in them belongs to them."""
         self.on_step: Callable[[int], None] = lambda now_ns: None
         """Called with the clock when a step has ended: the optimizer stepped after a forward pass. Must not raise."""
+        self.num_steps: Callable[[], int] = lambda: 0
+        """Gives the steps that have ended."""
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called when an evaluation or another pause begins. Must not raise."""
+        self.on_capture: Callable[[], None] = lambda: None
+        """Called when a forward pass is captured into a graph. Must not raise."""
         self._on_start = on_start
         self._on_failure = on_failure
         self._event = event
         self.has_forward = False
         """Whether the running step has had a forward pass of training."""
+        self.forward_ns = 0
+        """When the last forward pass of training began."""
+        self._backward_ns = 0
         self._has_stepped_in_backward = False
         self._is_first = True
         self._has_begun = False
         self.is_evaluating = False
-        """Whether the model was last called without gradients."""
+        """Whether an evaluation is taken to be on: the model was last called without gradients, between two steps."""
         self._evaluating_since_ns = 0
+        self._is_in_bare_forward = False
+        self._has_told_in_step = False
+        # A model in training mode is hardly being evaluated: what comes with most steps is a habit of such a loop.
+        self._habits = {True: _Habit(max_distance=2), False: _Habit(max_distance=1)}
         self.wait_cpu_share: float | None = None
         """Share of the last wait for data that was looked at in which this thread computed."""
         self._num_waits = 0
@@ -102,13 +125,15 @@ class StepTracker:
             self._begin()
         if self.is_evaluating:
             self.end_evaluation()
-        self._note((perf_counter_ns(), FORWARD))
+        self.forward_ns = now_ns = perf_counter_ns()
+        self._note((now_ns, FORWARD))
         if self.has_forward:  # another micro-batch, or a loop that never steps
             self.clock.bound()
         self.has_forward = True
         if self.device_time is not None:
             self.device_time.mark("forward")
             if self.device_time.is_capturing():
+                self.on_capture()
                 return  # to look into the batch would spoil the user's graph
         if self.workloads is not None:
             try:
@@ -122,32 +147,74 @@ class StepTracker:
         self.clock.start()
 
     def _begin(self) -> None:
-        self._on_start()
+        self._is_first = False
         if not self._has_begun:
             self._begin_step()
-        if self.source is not None:
-            self.source.note_autocast()
-        self._is_first = False
+        try:
+            self._on_start()
+            if self.source is not None:
+                self.source.note_autocast()
+        except Exception as error:  # noqa: BLE001 - a run that cannot begin must not stop the forward pass
+            self._on_failure("the start of the run", error)
 
     def on_forward_end(self) -> None:
         if not self.num_pauses:
             self._note((perf_counter_ns(), OTHER))  # not on the device: what the loss takes belongs to forward there
 
-    def on_evaluation(self) -> None:
-        is_known = self.num_pauses or not self.finds_evaluation
-        if not self.is_evaluating and not is_known and not self._is_first:  # before a step it is start-up
+    def on_evaluation(self, *, is_training: bool) -> None:
+        """The model is called without gradients.
+
+        Args:
+            is_training: Whether it is in training mode.
+        """
+        if self.num_pauses:
+            return
+        is_in_step = self._takes_in(is_training)
+        if self._is_first:  # before a step it is start-up
+            return
+        if is_in_step:
+            self._begin_bare_forward()
+        elif not self.is_evaluating:
             self.is_evaluating = True
             self._evaluating_since_ns = perf_counter_ns()
             self._note((self._evaluating_since_ns, PAUSE))
+            self.on_pause()
             if self.device_time is not None:
                 self.device_time.mark("pause")
+
+    def _takes_in(self, is_training: bool) -> bool:
+        """Whether a forward pass without gradients belongs to the step."""
+        if not self.finds_evaluation:
+            return True
+        if self.has_forward and (self.has_optimizer or self.forward_ns > self._backward_ns):
+            return True
+        habit = self._habits[is_training]
+        return habit.is_settled or habit.note(self.num_steps())
+
+    def _begin_bare_forward(self) -> None:
+        if self.is_evaluating:
+            self.end_evaluation()
+        if not self._has_told_in_step:
+            self._has_told_in_step = True
+            self._event("warning", message=IN_STEP)
+        if self.clock.current != FORWARD:  # else it is a part of a forward pass of training
+            self._is_in_bare_forward = True
+            self.clock.switch(FORWARD)
+            if self.device_time is not None:
+                self.device_time.mark("forward")
+
+    def on_evaluation_end(self) -> None:
+        if self._is_in_bare_forward:
+            self._is_in_bare_forward = False
+            if not self.num_pauses:
+                self.clock.switch(OTHER)
 
     def on_backward(self, roots: Any) -> None:
         if self.num_pauses:
             return
-        if self.is_evaluating:  # the model was called without gradients in the middle of a step
+        if self.is_evaluating:  # of something that no marked forward pass came before
             self.end_evaluation()
-        now_ns = perf_counter_ns()
+        self._backward_ns = now_ns = perf_counter_ns()
         self._note((now_ns, BACKWARD))
         if self.background is not None and now_ns >= self.background.due_ns:
             self.background.wake()  # the engine of autograd leaves the interpreter to whoever wants it
@@ -197,3 +264,29 @@ class StepTracker:
             self.is_evaluating = False
             self.clock.switch(OTHER)
             self._event("pause", name="eval", duration_s=duration_s)
+
+
+class _Habit:
+    """Do forward passes without gradients of one kind come with every step, or so often that it is the same?
+
+    Args:
+        max_distance: Steps from one with such passes to the next one with them, to be in turn.
+    """
+
+    __slots__ = ("_last_step", "_max_distance", "_num_in_turn", "is_settled")
+
+    def __init__(self, max_distance: int) -> None:
+        self.is_settled = False
+        self._max_distance = max_distance
+        self._last_step: int | None = None
+        self._num_in_turn = 0
+
+    def note(self, step: int) -> bool:
+        """The running step has such a pass: is it a habit by now?"""
+        last = self._last_step
+        if step != last:
+            is_in_turn = last is not None and step - last <= self._max_distance
+            self._num_in_turn = self._num_in_turn + 1 if is_in_turn else 1
+            self._last_step = step
+            self.is_settled = self._num_in_turn >= HABIT_STEPS
+        return self.is_settled

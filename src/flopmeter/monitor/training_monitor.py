@@ -24,16 +24,17 @@ from torch.optim import Optimizer
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.distributed import PATIENCE_S, Ranks
-from flopmeter.errors import ConfigError, FlopmeterError
+from flopmeter.errors import ConfigError, FlopmeterError, sign_warnings
 from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.ending import keep_interrupt, unhandled
-from flopmeter.monitor.header import device_of, make_header, make_sampler
+from flopmeter.monitor.header import device_name, device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
+from flopmeter.monitor.last_words import last_words
 from flopmeter.monitor.measuring import FlopSource
-from flopmeter.monitor.ranks import join, my_rank, record_path, sink_names
+from flopmeter.monitor.ranks import connect_device, join, my_rank, record_path, sink_names
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
@@ -42,7 +43,7 @@ from flopmeter.record import RunWriter, has_ended, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import PHASES, RUN_FILE
-from flopmeter.sinks import SinkContext, check_sinks
+from flopmeter.sinks import SinkContext, check_sinks, say_last
 from flopmeter.timing.cuda import timeline_of
 from flopmeter.timing.late import LateNumbers
 
@@ -83,8 +84,9 @@ class TrainingMonitor:
         model: The object that the loop calls; without it FLOPs stay unknown until `set_model_ref`.
         optimizer: Its steps are the steps.
         loader: A DataLoader whose waits are timed; any other iterable goes through `batches`.
-        finds_evaluation: Take forward passes without gradients for an evaluation, which is a pause. Not where `pause`
-            tells of every evaluation: there they are part of the step, as in preference tuning.
+        finds_evaluation: Take forward passes without gradients between two steps for an evaluation, which is a pause,
+            unless every step has them. Not where `pause` tells of every evaluation: there they are part of the step, as
+            in preference tuning.
     """
 
     def __init__(
@@ -99,18 +101,21 @@ class TrainingMonitor:
         loader: Any = None,
         finds_evaluation: bool = True,
     ) -> None:
+        sign_warnings()
         self.config = MonitorConfig.load(config)
         check_sinks(self.config.sink_names)
         self.output_dir = Path(output_dir)
         self.run_path = self.output_dir / RUN_FILE
         self.log_path = self.output_dir / log_file
-        self._tracker = StepTracker(self.start_training, self._note_failure, self._event)
+        self._tracker = StepTracker(self._begin, self._note_failure, self._event)
         self._tracker.finds_evaluation = finds_evaluation
         self._clock = self._tracker.clock
         self._numbers = LateNumbers()
         self._hooks = Hooks(self._tracker)
         self._worker: Worker | None = None
         self._resources: ResourceSampler | None = None
+        self._device = device_of(None)
+        """Where the model was when the run began, or when it was last looked at."""
         self._at_exit: Callable[[], None] | None = None
         self._rank = 0
         self._ranks: Ranks | None = None
@@ -121,6 +126,10 @@ class TrainingMonitor:
         self._steps = Steps(
             self._tracker, self._effort, self._datasets, self.config.details_every, self._put, self._note_failure
         )
+        self._hooks.on_graphing = self._steps.discard_measurement
+        self.is_silent_at_end = False
+        """Whether somebody else says what was found, instead of a line where the console shows the steps."""
+        self._report: Path | None = None
         self._num_failures = 0
         self._state = "new"
         self._early: list[Log] = []
@@ -128,7 +137,7 @@ class TrainingMonitor:
         self._pid = os.getpid()
         self._failure: str | None = None
         self._last_summary: dict[str, float] = {}
-        self._has_optimizer = optimizer is not None
+        self._has_optimizer = self._tracker.has_optimizer = optimizer is not None
         self._model: nn.Module | None = None
         if model is not None:
             self.set_model_ref(model)
@@ -151,9 +160,11 @@ class TrainingMonitor:
         self._steps.next_look = 0
         source = FlopSource([model, *others], self.config, self._event)
         self._tracker.source = self._digest.source = source
-        self._tracker.workloads = WorkloadReader(source.needs, self._steps.copies)
+        self._tracker.workloads = WorkloadReader(source.needs, self._steps.copies, [model, *others])
         self._hooks.attach_models(model, *others)
         self._join_job()
+        if self._state == "running":
+            self._follow_model()
 
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings.
@@ -203,6 +214,8 @@ class TrainingMonitor:
                 "output_dir of its own to keep them apart", self.output_dir,
             )  # fmt: skip
         source = self._tracker.source
+        if source is not None:
+            source.follow_model()  # it may have been moved since
         peaks = source.recorded_peaks if source is not None else {}
         header = {**make_header(self._model, self.config, dict(peaks)), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
@@ -217,20 +230,48 @@ class TrainingMonitor:
             sample=self._sampler(),
             sink_cpu_share=None if self.config.has_explicit_logging_steps else self.config.monitoring.overhead_budget,
         )
-        timeline = timeline_of(device_of(self._model))
-        if timeline is not None:
-            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
+        self._device = device_of(self._model)
+        self._time_device()
         for log in self._early:
             if log.line["event"] != "peak":  # those are in the header
                 self._worker.put(log)
         self._early.clear()
-        self._steps.put = self._worker.put
+        self._steps.put, self._worker.used = self._worker.put, self._steps.copies.used
         self._tracker.background = self._worker
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
         self._at_exit = _finish_at_exit(self)
         self._clock.start()
+
+    def _begin(self) -> None:
+        """The first forward pass: by now the model is where it trains."""
+        self.start_training()
+        self._follow_model()
+
+    @_harmless
+    def _follow_model(self) -> None:
+        """What was set up for the device where the model was is set up again for the one that it was moved to."""
+        device = device_of(self._model)
+        if device == self._device:
+            return
+        self._device = device
+        self._event("device", device=device_name(device))
+        if self._tracker.device_time is not None:
+            self._tracker.device_time.close()
+            self._tracker.device_time = None
+        self._time_device()
+        before, self._resources = self._resources, make_sampler(self._model)
+        if before is not None:
+            before.close()
+        if self._ranks is not None and self._model is not None:
+            connect_device(self._ranks, self._tracker, self._model)
+        self._steps.next_look = 0
+
+    def _time_device(self) -> None:
+        timeline = timeline_of(self._device)
+        if timeline is not None:
+            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
 
     def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
         """Iterate over any loader, timing the wait for each batch."""
@@ -253,8 +294,15 @@ class TrainingMonitor:
         """Time a part of the step as one of the phases: data_wait, host_to_device, forward, backward, optimizer."""
         if name not in PHASES:
             raise ConfigError(f"there is no phase {name!r}; there are: {', '.join(PHASES)}")
-        with self._clock.phase(PHASES.index(name)):
-            yield
+        device_time = self._tracker.device_time if not self._tracker.num_pauses else None
+        if device_time is not None:
+            device_time.mark(name)
+        try:
+            with self._clock.phase(PHASES.index(name)):
+                yield
+        finally:
+            if device_time is not None:
+                device_time.mark("other")
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -264,6 +312,7 @@ class TrainingMonitor:
         self._tracker.num_pauses += 1
         try:
             with self._clock.pause() as lasted_s:
+                self._tracker.on_pause()
                 yield
         finally:
             self._tracker.num_pauses -= 1
@@ -378,6 +427,10 @@ class TrainingMonitor:
             return {}
         return summarise(run.columns, [place for place in run.steady() if place >= run.starts[-1]])
 
+    def detach(self) -> None:
+        """Take all hooks away: a run that could not begin has nothing more to do with the loop."""
+        self._hooks.remove()
+
     def latest(self, wait_s: float = 0.0) -> dict[str, float]:
         """`perf/*` over the steps since the last call, as far as they are digested; empty when none are.
 
@@ -402,12 +455,12 @@ class TrainingMonitor:
         return worker_s + (self._ranks.exchange.cpu_s if self._ranks is not None else 0.0)
 
     def _sampler(self) -> Callable[[], Mapping[str, float]]:
-        sampler = self._resources = make_sampler(self._model)
+        self._resources = make_sampler(self._model)
 
         def sample() -> Mapping[str, float]:
             if self._tracker.source is not None:
                 self._tracker.source.read_counters()
-            found = sampler.sample()
+            found = self._resources.sample() if self._resources is not None else {}
             if self._ranks is not None:
                 self._ranks.note_resources(found)
             return found
@@ -418,7 +471,7 @@ class TrainingMonitor:
         """End everything, each part for itself: whatever fails, the hooks are gone and the record is on disk."""
         parts = (
             self._hooks.remove, self._tracker.end_evaluation, self._stop_measuring, self._steps.flush,
-            self._tell_last, self._close_record, self._leave_pages,
+            self._close_timeline, self._tell_last, self._close_record, self._leave_pages, self._say_result,
         )  # fmt: skip
         for part in parts:
             self._guarded(part)
@@ -434,9 +487,11 @@ class TrainingMonitor:
         self._tracker.workloads = None
         if self._tracker.source is not None:
             self._tracker.source.stop()
+        self._effort.sampling.close()
+
+    def _close_timeline(self) -> None:
         if self._tracker.device_time is not None:
             self._tracker.device_time.close()
-        self._effort.sampling.close()
 
     def _tell_last(self) -> None:
         """What is known only when every step is digested."""
@@ -469,7 +524,16 @@ class TrainingMonitor:
             run = load_run(self.run_path)
             write_training_log(run, self.log_path)
             if self.config.monitoring.report:
-                leave_report(run)
+                self._report = leave_report(run)
+
+    def _say_result(self) -> None:
+        """One line where a sink is for people to read."""
+        if self.is_silent_at_end or self._rank != 0 or not self.num_steps or not self.run_path.exists():
+            return
+        place = f"run: {self.output_dir}" if self._report is None else f"report: {self._report}"
+        why_unknown = "" if self._model is not None else "no model was named"
+        words = last_words(self._last_summary, self.num_steps, place, why_unknown=why_unknown)
+        say_last(self.config.sink_names, f"flopmeter: {words}")
 
     def _event(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
         """Write an event to the record; its `metrics` are what the sinks get of it."""
@@ -498,6 +562,7 @@ class TrainingMonitor:
         if self._num_failures >= MAX_FAILURES:
             self._steps.switch_off()
             self._guarded(self._stop_measuring)
+            self._guarded(self._close_timeline)
             off = "; monitoring is now off"
         logger.warning("%s failed (%s: %s); training goes on%s", where, type(error).__name__, error, off)
 

@@ -153,6 +153,8 @@ class Worker:
         self._next_sample_s = self._started_s + FIRST_SAMPLE_S
         self._queue: deque[Any] = deque([header])
         self._last_step = 0
+        self.used: deque[Any] | None = None
+        """Takes steps that hold memory which only the training thread may free."""
         self.due_ns = 0
         """When the clock (`perf_counter_ns`) is past it, `wake` is welcome."""
         self._wake = threading.Event()
@@ -280,6 +282,9 @@ class Worker:
                 except Exception as error:  # noqa: BLE001 - one bad step must not end the record
                     logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
             num_lines += num_items
+            if self.used is not None and (lent := [item for item in items if getattr(item, "has_copies", False)]):
+                self.used.append(lent)
+                del lent
             del item, items  # together: whenever a tensor dies, whoever waits for the interpreter wakes up for nothing
         for sink in self._sinks:
             if sink.name in logs:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct
+from torch import nn
 
-from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload
+from flopmeter.flops.arguments import CallNames, can_vary, flatten
+from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload, real_tokens
 from flopmeter.timing.late import HostCopies
 
 _VALUES_MATTER = (
@@ -49,27 +51,33 @@ class Lengths(Struct, frozen=True, gc=False):
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:
-    """Of each row, or the numbers themselves.
+    """Of each row of a mask what is not zero (packed documents may be numbered in it), or the numbers themselves.
 
     By Python where they are few, else by numpy: an operator of torch, and the way to numpy too, let go of the
     interpreter for a moment, and a training thread that waits for it wakes up for nothing each time.
     """
+    if tensor.dim() == 2 and tensor.is_floating_point():
+        return _row_sums(tensor).tolist()
     if tensor.dim() == 2 and tensor.numel() <= FEW:
-        return [sum(row) for row in tensor.tolist()]
+        return [len(row) - row.count(0) for row in tensor.tolist()]
     try:
         numbers = tensor.numpy()
-    except (RuntimeError, TypeError):  # there is no numpy, or it does not know the dtype
+    except (RuntimeError, TypeError):  # there is no numpy
         return (_row_sums(tensor) if tensor.dim() == 2 else tensor).tolist()
-    exact = "f8" if numbers.dtype.kind == "f" else None
-    return (numbers.sum(1, dtype=exact) if numbers.ndim == 2 else numbers).tolist()  # type: ignore[no-any-return]
+    return ((numbers != 0).sum(1) if numbers.ndim == 2 else numbers).tolist()  # type: ignore[no-any-return]
 
 
 def _row_sums(mask: torch.Tensor) -> torch.Tensor:
-    """On its device. In half precision a sum beyond a few hundred would be rounded."""
-    return mask.sum(1, dtype=torch.float32 if mask.is_floating_point() else None)
+    """On its device."""
+    return real_tokens(mask).sum(1)
 
 
-Seen = Workload | Lengths | LateWorkload
+Seen = Workload | Lengths | LateWorkload | None
+"""What is known of one call's batch; None where nothing of it is recognised."""
+
+_NEW = Workload(samples=-1)
+_NESTED = Workload(samples=-2)
+"""Stand for shapes that were not seen yet, and for calls with containers, which are looked into each time."""
 
 
 class _Telling(NamedTuple):
@@ -79,62 +87,100 @@ class _Telling(NamedTuple):
     """Those whose values matter."""
     is_text_with_mask: bool
     """Whether lengths are all that there is to know."""
+    by_shape: dict[tuple[Any, ...], Workload | None]
+    """What the shapes of the arguments tell, where no values matter."""
 
     @classmethod
     def of(cls, names: tuple[str, ...], needs: Needs) -> _Telling:
         telling = tuple(name for name in _VALUES_MATTER if name in names)
         is_text = "input_ids" in names and not needs.has_decoder and not any(name in names for name in _BESIDE_TEXT)
-        return cls(telling, is_text and telling == ("attention_mask",))
+        return cls(telling, is_text and telling == ("attention_mask",), {})
 
 
 class WorkloadReader:
     """Collects the workloads of a step's micro-batches.
 
     A batch of which shapes tell everything is looked up by its shapes; one with a mask takes a few device operations,
-    whose results are read after the step.
+    whose results are read after the step. A call in which nothing is recognised as input has an unknown workload, and
+    so has its step, since its size may vary unseen; one that is given nothing at all is always the same work.
 
     Args:
         copies: Brings them to the host.
+        models: What the loop calls: positional arguments get the names that their forward has for them. Of several
+            models, those of the first that takes the keywords.
     """
 
-    def __init__(self, needs: Needs, copies: HostCopies | None = None) -> None:
+    def __init__(self, needs: Needs, copies: HostCopies | None = None, models: Sequence[nn.Module] = ()) -> None:
         self._needs = needs
         self._to_host = (copies or HostCopies()).put
+        self._names = CallNames(models)
         self._telling: dict[tuple[str, ...], _Telling] = {}
-        self._by_shape: dict[tuple[Any, ...], Workload] = {}
+        self._by_first: dict[tuple[torch.Size, torch.dtype], Workload] = {}
         self._by_lengths: dict[tuple[int, ...], Workload] = {}
         self._seen: list[Seen] = []
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A micro-batch goes into the model."""
-        telling = self._telling.get(tuple(kwargs)) or self._learn(tuple(kwargs))
+        if not args:
+            self._seen.append(self._read(kwargs))
+        elif kwargs or len(args) > 1 or not isinstance(first := args[0], torch.Tensor):
+            self._seen.append(self._read(self._names.bind(args, kwargs)))
+        else:
+            known = self._by_first.get((first.shape, first.dtype), _NEW)
+            self._seen.append(known if known is not _NEW else self._read_first(first))
+
+    def _read_first(self, first: torch.Tensor) -> Seen:
+        """A call with one tensor, which most are: its shape tells, once it was seen."""
+        seen = self._read(self._names.bind((first,), {}))
+        if isinstance(seen, Workload) and len(self._by_first) < MAX_SHAPES:
+            self._by_first[first.shape, first.dtype] = seen
+        return seen
+
+    def _read(self, named: Mapping[str, Any]) -> Seen:
+        names = tuple(named)
+        telling = self._telling.get(names) or self._learn(names)
         if telling.is_text_with_mask:
-            ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
+            ids, mask = named["input_ids"], named["attention_mask"]
             if isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor):
                 shape = mask.shape
                 if shape == ids.shape:
-                    self._seen.append(self._lengths(mask, shape[1]))
-                    return
-        if telling.names and any(kwargs[name] is not None for name in telling.names):
-            self._seen.append(self._late(kwargs))
-        else:
-            self._seen.append(self._of_shapes(args, kwargs))
+                    return self._lengths(mask, shape[1])
+        if telling.names and any(named[name] is not None for name in telling.names):
+            return self._late(named)
+        # Not a tensor's dtype, which the name goes with; what is no tensor tells by its class whether to look inside.
+        key = tuple([value.shape if isinstance(value, torch.Tensor) else value.__class__ for value in named.values()])
+        known = telling.by_shape.get(key, _NEW)
+        if known is _NEW:
+            known = self._learn_shapes(named)
+            if len(telling.by_shape) < MAX_SHAPES:
+                telling.by_shape[key] = known
+        return self._look_inside(named) if known is _NESTED else known
 
     def _learn(self, names: tuple[str, ...]) -> _Telling:
+        if len(self._telling) >= MAX_SHAPES:
+            self._telling.clear()
         telling = self._telling[names] = _Telling.of(names, self._needs)
         return telling
 
-    def _of_shapes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Workload:
-        key = tuple([value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
-        known = self._by_shape.get(key)
-        if known is None:
-            known = late_workload(kwargs or args, self._needs).resolve({})
-            if len(self._by_shape) < MAX_SHAPES:
-                self._by_shape[key] = known
-        return known
+    def _learn_shapes(self, named: Mapping[str, Any]) -> Workload | None:
+        others = [value for value in named.values() if not isinstance(value, torch.Tensor)]
+        if len(flatten(named)) != len(named) - len(others) or any(map(_may_hold, others)):
+            return _NESTED
+        found = late_workload(self._names.in_order(named), self._needs).resolve({})
+        is_known = found.samples or not (len(others) < len(named) or any(map(can_vary, others)))
+        return found if is_known else None
 
-    def _late(self, kwargs: Mapping[str, Any]) -> Seen:
-        late = late_workload(kwargs, self._needs)
+    def _look_inside(self, named: Mapping[str, Any]) -> Seen:
+        """Arguments in containers, whose shapes no key tells."""
+        inside = flatten(named)
+        if inside and all(isinstance(value, torch.Tensor) for value in inside.values()):
+            return self._read(inside)
+        return self._late(inside) if inside else None
+
+    def _late(self, named: Mapping[str, Any]) -> Seen:
+        late = late_workload(named, self._needs)
+        if not late.unread and not late.known.get("samples"):
+            return None
         return replace(late, unread={name: self._to_host(value) for name, value in late.unread.items()})
 
     def see_mask(self, mask: torch.Tensor) -> None:
@@ -163,7 +209,7 @@ def resolve(seen: Sequence[Seen]) -> Workload | None:
     total: Workload | None = None
     for item in seen:
         known: Workload | None
-        if isinstance(item, Workload):
+        if item is None or isinstance(item, Workload):
             known = item
         elif isinstance(item, Lengths):
             known = item.resolve()
@@ -173,3 +219,8 @@ def resolve(seen: Sequence[Seen]) -> Workload | None:
             return None
         total = known if total is None else total + known
     return total
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether there may be tensors in it, in this call or in one that looks the same."""
+    return isinstance(value, (Mapping, list, tuple)) or (hasattr(value, "__dict__") and not callable(value))

@@ -7,7 +7,9 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
@@ -141,12 +143,25 @@ def load_run(path: str | Path) -> Run:
     file_path = Path(path)
     try:
         if file_path.is_dir():
+            if not (file_path / RUN_FILE).exists():
+                raise RecordError(f"{file_path} holds no run (no {RUN_FILE})")
             file_path = file_path / RUN_FILE
         with file_path.open("rb", buffering=BUFFER_BYTES) as file:
             return RunReader(file_path).read(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RecordError(f"cannot read the run file {file_path}: {reason}") from None
+        raise RecordError(f"cannot read the run file {file_path}: {reason}{nearest_run(file_path)}") from None
+
+
+def nearest_run(path: Path) -> str:
+    """How the message about a path that is not there ends: with the run beside it that was likely meant, if any."""
+    if path.exists():
+        return ""
+    with suppress(OSError):
+        beside = {run.parent.name: run.parent for run in path.parent.glob(f"*/{RUN_FILE}")}
+        near = get_close_matches(path.name, beside, n=1, cutoff=0.6)
+        return f"; did you mean {beside[near[0]]}?" if near else ""
+    return ""
 
 
 def has_ended(path: Path) -> bool:
@@ -276,6 +291,8 @@ class RunReader:
         self.run.events.append(line)
         if line.get("event") == "peak":
             self.run.peaks[str(line.get("dtype"))] = line
+        elif line.get("event") == "device" and self.run.headers and isinstance(line.get("device"), str):
+            self.run.headers[-1] = replace(self.run.headers[-1], device=line["device"])  # moved after the start
         return None
 
     def _summary(self, line: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flopmeter.report._text import amount, percent, points, seconds
+from flopmeter.text import amount, percent, points, seconds, utilisation
 
 Figure = dict[str, Any]
 
@@ -64,7 +64,7 @@ def waterfall_figure(fall: dict[str, Any]) -> Figure | None:
         bars.append(_bar(part["label"], level - share, share, points(-share), PART_COLOURS[part["name"]], pattern))
         level -= share
     if fall["mfu"] is not None:
-        bars.append(_bar("Observed MFU", 0.0, fall["mfu"], percent(fall["mfu"]), "@green", ""))
+        bars.append(_bar("Observed MFU", 0.0, fall["mfu"], utilisation(fall["mfu"]), "@green", ""))
     return _horizontal(bars, "Share of the wall time, in MFU points")
 
 
@@ -92,7 +92,9 @@ def _horizontal(bars: list[dict[str, Any]], title: str) -> Figure:
     }
     layout = {
         "height": 90 + 34 * len(bars),
-        "xaxis": {"title": {"text": title}, "range": [0, 112], "ticksuffix": " %", "fixedrange": True},
+        # Room for the words behind the longest bar, in pixels: they are as long on a narrow page as on a wide one.
+        "margin": {"r": 72},
+        "xaxis": {"title": {"text": title}, "range": [0, 101], "ticksuffix": " %", "fixedrange": True},
         # Places and not names: two names may be cut to the same text.
         "yaxis": {
             "tickvals": list(range(len(bars))),
@@ -175,7 +177,7 @@ def _band(first: int, last: int) -> dict[str, Any]:
 def _symbols(marks: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of symbols between the two charts: pauses, measured steps, falls of MFU."""
     pauses = [(row["step"], f"{plain_text(row['name'])}, {seconds(row['duration_s'])}") for row in marks["pauses"]]
-    drops = [(row["step"], f"{percent(row['from_mfu'])} to {percent(row['to_mfu'])}") for row in marks["drops"]]
+    drops = [(row["step"], f"{utilisation(row['from_mfu'])} to {utilisation(row['to_mfu'])}") for row in marks["drops"]]
     rows = (
         ("Pause", "triangle-down", "@vermilion", [pause for pause in pauses if pause[0] is not None]),
         ("Measured step", "diamond", "@purple", [(step, "") for step in marks["measured"]]),
@@ -251,7 +253,12 @@ def modules_figure(work: dict[str, Any] | None) -> Figure | None:
         "pathbar": {"visible": True},
         "tiling": {"pad": 2},
     }
-    return {"data": [trace], "layout": {"height": 440, "margin": {"t": 30, "l": 4, "r": 4, "b": 4}}}
+    layout = {
+        "height": 440,
+        "margin": {"t": 30, "l": 4, "r": 4, "b": 4},
+        "uniformtext": {"minsize": 10, "mode": "hide"},  # text too small to read would only look like dirt
+    }
+    return {"data": [trace], "layout": layout}
 
 
 def _depth_colour(node_id: str) -> str:

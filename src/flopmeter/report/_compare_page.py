@@ -9,7 +9,7 @@ from flopmeter import __version__
 from flopmeter.report import _compare_words as words
 from flopmeter.report._charts import Figure, plain_text
 from flopmeter.report._page import page, template
-from flopmeter.report._text import clean, number, percent, points
+from flopmeter.text import clean, number, percent, points
 from flopmeter.waterfall import LABELS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def comparison_body(
         "headlines": [words.headline(comparison, place) for place in places],
         "predictions": [words.prediction_text(prediction) for prediction in predictions if prediction],
         "notes": [clean(note, 300) for note in comparison.notes],
-        "confidence": f"{100 * comparison.confidence:.0f} %",
+        "confidence": percent(comparison.confidence, 0),
         "rows": [_row(row) for row in comparison.rows],
         "parts": [_part(name, shares) for name, shares in comparison.parts.items()],
         "symptoms": [_symptom(symptom) for symptom in comparison.symptoms],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flopmeter.report._text import amount, clean, percent, plain, points, seconds
+from flopmeter.compare import SMALLEST
+from flopmeter.text import amount, clean, percent, plain, points, seconds, utilisation
 
 if TYPE_CHECKING:
     from flopmeter.compare import Change, Comparison
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def value_text(quantity: Quantity, value: float | None) -> str:
     """A figure in its unit."""
     if quantity.unit == "share":
-        return percent(value)
+        return percent(value) if quantity.is_part else utilisation(value)
     if quantity.unit == "s":
         return seconds(value)
     return amount(value, "FLOP") if quantity.unit == "FLOP" else plain(value)
@@ -42,7 +43,7 @@ def verdict_text(change: Change | None) -> str:
     """What the change amounts to, in a word or two; nothing where that cannot be told."""
     if change is None or change.is_beyond_noise is None:
         return ""
-    if not change.value:
+    if abs(change.value) < SMALLEST:
         return "same"
     if not change.is_beyond_noise:
         return "within noise"
@@ -75,7 +76,7 @@ def headline(comparison: Comparison, place: int) -> str:
     figures = f"{row.quantity.label if row.quantity.name == 'mfu' else row.quantity.label.lower()} {before} to {after}"
     if change.is_beyond_noise is None:
         return f"{run} against {baseline}: {figures}, {_ratio(change.value)}. Too few steps to tell that from noise."
-    bounds = f"{100 * comparison.confidence:.0f} % interval {interval_text(row.quantity, change)} %"
+    bounds = f"{percent(comparison.confidence, 0)} interval {interval_text(row.quantity, change)} %"
     if not change.is_beyond_noise:
         return f"{run} is no different from {baseline} beyond noise: {figures}, {_ratio(change.value)} ({bounds})."
     word = "better" if change.is_better else "worse"

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from flopmeter.record import Run
-from flopmeter.report._text import amount, clean, number, percent
+from flopmeter.text import amount, clean, number, percent
 
 _SHARES = {
     "tensor_active": "tensor pipes busy",

@@ -13,7 +13,7 @@ from typing import Any
 
 from flopmeter.conventions import CONVENTIONS, NAMED, Architecture
 from flopmeter.record import Run
-from flopmeter.report._text import number
+from flopmeter.text import number
 
 TOLERANCE = 1e-6
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flopmeter import __version__
 from flopmeter.columns import at
-from flopmeter.diagnosis import Diagnosis, diagnose
+from flopmeter.diagnosis import RULES, Diagnosis, diagnose
 from flopmeter.goodput import Goodput, goodput
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
@@ -23,9 +23,9 @@ from flopmeter.report._counters import counters_of
 from flopmeter.report._elsewhere import elsewhere
 from flopmeter.report._ranks import ranks_of
 from flopmeter.report._series import phases_of, series_of
-from flopmeter.report._text import clean, number
 from flopmeter.report._work import work_of
 from flopmeter.schema import RUN_FILE
+from flopmeter.text import clean, number
 from flopmeter.waterfall import LABELS
 from flopmeter.waterfall.window import mapping
 
@@ -117,6 +117,7 @@ def _finding(finding: Any) -> dict[str, Any]:
     gain = finding.gain
     return {
         "rule": clean(finding.rule, 60),
+        "is_cause": not RULES[finding.rule].is_last_resort,
         "title": clean(finding.title, MAX_SENTENCE),
         "lost": number(finding.lost),
         "evidence": [clean(text, MAX_SENTENCE) for text in finding.evidence[:MAX_SENTENCES]],

@@ -15,9 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flopmeter import __version__
+from flopmeter import __version__, text
 from flopmeter.errors import MissingLibraryError
-from flopmeter.report import _text
 from flopmeter.report._charts import Figure, figures_of
 from flopmeter.report._sentences import sentences_of
 from flopmeter.report._tables import tables_of
@@ -92,7 +91,7 @@ def template(name: str) -> Any:
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters |= {
-        name: getattr(_text, name) for name in ("percent", "seconds", "plain", "signed", "sentence")
+        name: getattr(text, name) for name in ("percent", "utilisation", "seconds", "plain", "signed", "sentence")
     }
     return environment.get_template(name)
 

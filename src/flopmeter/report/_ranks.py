@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flopmeter.record import Run
-from flopmeter.report._text import clean, number, rounded
 from flopmeter.report._thin import buckets
+from flopmeter.text import clean, number, rounded
 
 MAX_CELLS = 150_000
 MAX_COLUMNS = 200

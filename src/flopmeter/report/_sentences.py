@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopmeter.report._counters import counters_text
-from flopmeter.report._text import amount, percent, plain, points, seconds
+from flopmeter.text import amount, percent, plain, plural, points, seconds, utilisation
 
 _SECTIONS = {
     "waterfall": "From peak to observed",
@@ -25,6 +25,7 @@ def sentences_of(facts: dict[str, Any]) -> dict[str, Any]:
     fall_line = _fall_line(facts)
     return {
         "run_line": run_line(facts["run"]),
+        "step_text": step_text(facts),
         "rate": _rate(facts["headline"]),
         "contents": [(anchor, title) for anchor, title in _SECTIONS.items() if _has(facts, anchor)],
         "fall_line": fall_line,
@@ -47,13 +48,21 @@ def run_line(run: dict[str, Any]) -> str:
         model,
         run["device"],
         ranks,
-        f"{_plural(run['num_steps'], 'step')} in {seconds(run['wall_s'])}",
+        f"{plural(run['num_steps'], 'step')} in {seconds(run['wall_s'])}",
         starts,
         _date(run["started_at"]),
         run["host"],
         "" if run["is_finished"] else f"ended by {run['failure']}" if run["failure"] else "not finished",
     )
     return " · ".join(part for part in parts if part)
+
+
+def step_text(facts: dict[str, Any]) -> str:
+    """How long a steady step takes, or that there is none."""
+    median_s, p95_s = facts["headline"]["step_median_s"], facts["headline"]["step_p95_s"]
+    if median_s is None:
+        return "no steady step" if facts["run"]["num_steps"] else "no steps"
+    return f"{seconds(median_s)} median, 95 % below {seconds(p95_s)}"
 
 
 def _large(number: int | None) -> str:
@@ -86,9 +95,9 @@ def _fall_line(facts: dict[str, Any]) -> str:
     fall, steady = facts["waterfall"], facts["headline"]["mfu"]
     if fall["mfu"] is None:
         return f"Where {seconds(fall['wall_s'])} of wall time went."
-    line = f"Over {seconds(fall['wall_s'])} of wall time the run reached {percent(fall['mfu'])} of peak."
+    line = f"Over {seconds(fall['wall_s'])} of wall time the run reached {utilisation(fall['mfu'])} of peak."
     if steady is not None and abs(steady - fall["mfu"]) >= 0.0005:
-        line += f" The steady steps alone reached {percent(steady)}; pauses and measured steps count here too."
+        line += f" The steady steps alone reached {utilisation(steady)}; pauses and measured steps count here too."
     return line
 
 
@@ -101,21 +110,17 @@ def _timeline_line(facts: dict[str, Any]) -> str:
     series, run = facts["series"], facts["run"]
     marks, thinned = series["marks"], any(_is_thinned(series[key]) for key in ("mfu", "step_s"))
     told = [
-        _plural(run["num_steps"], "step") + (", thinned with the extremes kept" if thinned else ""),
-        _plural(len(marks["pauses"]), "pause"),
-        _plural(len(marks["measured"]), "measured step"),
-        _plural(len(marks["drops"]), "fall") + " of MFU" if marks["drops"] else "",
-        _plural(marks["num_restarts"], "restart") if marks["num_restarts"] else "",
+        plural(run["num_steps"], "step") + (", thinned with the extremes kept" if thinned else ""),
+        plural(len(marks["pauses"]), "pause"),
+        plural(len(marks["measured"]), "measured step"),
+        plural(len(marks["drops"]), "fall") + " of MFU" if marks["drops"] else "",
+        plural(marks["num_restarts"], "restart") if marks["num_restarts"] else "",
     ]
     return "; ".join(text for text in told if text) + "."
 
 
 def _is_thinned(line: dict[str, Any] | None) -> bool:
     return line is not None and len(line["value"]) < line["num_values"]
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _phases_line(phases: dict[str, Any] | None) -> str:
@@ -159,12 +164,12 @@ def method_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     method = facts["method"]
     rows = [("Peak", _peak_text(peak)) for peak in method["peaks"]] or [("Peak", "unknown")]
     rows += [
-        ("FLOPs", f"mode {method['mode'] or 'unknown'}; {_plural(method['num_counts'], 'step')} counted"
+        ("FLOPs", f"mode {method['mode'] or 'unknown'}; {plural(method['num_counts'], 'step')} counted"
          + (f", the last one {method['flop_method']}" if method["flop_method"] else "")),
         ("Coverage of the count", percent(method["coverage"])),
         ("Largest error of a prediction", percent(method["flop_error"], 2)),
         ("Convention", method["convention"] or "unknown"),
-        ("MFU with padding as work", percent(facts["headline"]["mfu_processed"])),
+        ("MFU with padding as work", utilisation(facts["headline"]["mfu_processed"])),
         ("flopmeter's own cost", percent(method["overhead_share"], 2) + " of the wall time"),
         ("Steps behind MFU", f"{facts['headline']['num_steady']:,} of {facts['run']['num_steps']:,}: "
          "warm-up and measured steps are left out"),

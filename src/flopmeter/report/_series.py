@@ -10,9 +10,9 @@ from typing import Any
 
 from flopmeter.columns import at, finite
 from flopmeter.record import Run
-from flopmeter.report._text import clean, number, rounded
 from flopmeter.report._thin import buckets, evenly, extremes, medians
 from flopmeter.schema import PHASES
+from flopmeter.text import clean, number, rounded
 
 MAX_POINTS = 4000
 """Points of one line: more than a wide screen has pixels for."""

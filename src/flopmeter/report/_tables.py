@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flopmeter.report._charts import PHASE_LOOKS
-from flopmeter.report._text import amount, percent, plain, points, seconds
 from flopmeter.report._thin import evenly
+from flopmeter.text import amount, percent, plain, points, seconds, utilisation
 
 MAX_ROWS = 60
 NUM_STRETCHES = 12
@@ -56,7 +56,7 @@ def _timeline(series: dict[str, Any]) -> Table:
     rows = []
     for place in evenly(range(len(known["typical"])), NUM_STRETCHES):
         mfu, step_s = (line["typical"][place] if line and place < len(line["typical"]) else None for line in lines)
-        rows.append((plain(known["typical_step"][place]), percent(mfu), seconds(step_s)))
+        rows.append((plain(known["typical_step"][place]), utilisation(mfu), seconds(step_s)))
     return _table(("Around step#", "MFU, median#", "Step time, median#"), rows)
 
 

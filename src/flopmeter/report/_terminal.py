@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flopmeter.report._sentences import run_line
+from flopmeter.report._sentences import run_line, step_text
 from flopmeter.report._tables import loss_points
-from flopmeter.report._text import percent, plain, seconds, signed
 from flopmeter.report._thin import evenly
+from flopmeter.text import percent, plain, seconds, signed, utilisation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         console.print()
         _say(console, Text(headline["verdict"]))
     console.print()
-    for name, text in _figures(headline, facts["waterfall"]["mfu"]):
+    for name, text in _figures(facts):
         _say(console, Text.assemble((f"  {name:<12}", "dim"), (text, "bold" if name == "MFU" else "")))
     line = spark_line(facts["series"]["mfu"])
     if line:
@@ -44,20 +44,20 @@ def _say(console: Console, text: Text) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _figures(headline: dict[str, Any], wall_mfu: float | None) -> list[tuple[str, str]]:
+def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    headline = facts["headline"]
     rate = "tokens" if headline["tokens_per_second"] is not None else "samples"
-    step = f"{seconds(headline['step_median_s'])} median, 95 % below {seconds(headline['step_p95_s'])}"
     return [
-        ("MFU", f"{percent(headline['mfu'])} in steady steps{_over_wall_time(wall_mfu)}"),
-        ("HFU", percent(headline["hfu"])),
+        ("MFU", f"{utilisation(headline['mfu'])} in steady steps{_over_wall_time(facts['waterfall']['mfu'])}"),
+        ("HFU", utilisation(headline["hfu"])),
         (f"{rate}/s", plain(headline[f"{rate}_per_second"])),
-        ("step time", step),
+        ("step time", step_text(facts)),
         ("goodput", percent(headline["goodput"])),
     ]
 
 
 def _over_wall_time(mfu: float | None) -> str:
-    return "" if mfu is None else f", {percent(mfu)} over the wall time after warm-up"
+    return "" if mfu is None else f", {utilisation(mfu)} over the wall time after warm-up"
 
 
 def spark_line(line: dict[str, Any] | None, width: int = LINE_WIDTH) -> str:
@@ -77,7 +77,7 @@ def _show_waterfall(fall: dict[str, Any], console: Console) -> None:
         return
     console.print()
     start = "From 100 % of peak to" if fall["mfu"] is not None else "Where the time went in"
-    goal = percent(fall["mfu"]) if fall["mfu"] is not None else seconds(fall["wall_s"])
+    goal = utilisation(fall["mfu"]) if fall["mfu"] is not None else seconds(fall["wall_s"])
     _say(console, Text(f"{start} {goal}", style="bold"))
     losses = [part for part in parts if part["name"] != "ideal"]
     for part in losses:
@@ -87,7 +87,7 @@ def _show_waterfall(fall: dict[str, Any], console: Console) -> None:
     if fall["mfu"] is not None:
         row = (
             (f"  {'Observed MFU':<22} ", "dim"),
-            (f"{percent(fall['mfu']):>10}  ", "bold"),
+            (f"{utilisation(fall['mfu']):>10}  ", "bold"),
             (_bar(fall["mfu"]), "green"),
         )
         _say(console, Text.assemble(*row))
@@ -107,8 +107,9 @@ def _show_findings(findings: list[dict[str, Any]], console: Console) -> None:
     _say(console, Text("What would help", style="bold"))
     for place, finding in enumerate(findings[:MAX_FINDINGS], start=1):
         gain = f" ({signed(finding['gain']['expected'])} steps per second expected)" if finding["gain"] else ""
-        _say(console, Text.assemble((f"  {place}. {finding['title']}", ""), (gain, "green")))
+        place_text = f"{place}. " if finding["is_cause"] else ""
+        _say(console, Text.assemble((f"  {place_text}{finding['title']}", ""), (gain, "green")))
         for advice in finding["advice"][:1]:
-            _say(console, Text(f"     {advice}", style="dim"))
+            _say(console, Text(f"  {' ' * len(place_text)}{advice}", style="dim"))
     if len(findings) > MAX_FINDINGS:
         _say(console, Text(f"  and {len(findings) - MAX_FINDINGS} more, in the report", style="dim"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flopmeter.record import Run
-from flopmeter.report._text import clean, number
+from flopmeter.text import clean, number
 
 MAX_OPERATORS = 12
 SMALLEST_SHARE = 0.002

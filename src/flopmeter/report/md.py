@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flopmeter.report._sentences import method_rows, remarks_of, run_line
+from flopmeter.report._sentences import method_rows, remarks_of, run_line, step_text
 from flopmeter.report._tables import Table, tables_of
-from flopmeter.report._text import percent, plain, seconds, signed
+from flopmeter.text import percent, plain, sentence, signed, utilisation
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|<>~&#])")
 
@@ -20,7 +20,7 @@ def render(facts: dict[str, Any]) -> str:
         f"# {escaped(facts['run']['name'])}",
         escaped(run_line(facts["run"])),
         f"**{escaped(facts['headline']['verdict'])}**" if facts["headline"]["verdict"] else "",
-        _headline(facts["headline"]),
+        _headline(facts),
         *_section("From peak to observed", tables["waterfall"]),
         *_findings(facts["findings"]),
         *_section("Where a step goes", tables["phases"]),
@@ -37,13 +37,14 @@ def escaped(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", text).replace("@", "@\u200b")
 
 
-def _headline(headline: dict[str, Any]) -> str:
+def _headline(facts: dict[str, Any]) -> str:
+    headline = facts["headline"]
     rate = "tokens" if headline["tokens_per_second"] is not None else "samples"
     figures = {
-        "MFU": percent(headline["mfu"]),
-        "HFU": percent(headline["hfu"]),
+        "MFU in steady steps": utilisation(headline["mfu"]),
+        "HFU": utilisation(headline["hfu"]),
         f"{rate} per second": plain(headline[f"{rate}_per_second"]),
-        "step time, median": seconds(headline["step_median_s"]),
+        "step time": step_text(facts),
         "goodput": percent(headline["goodput"]),
     }
     return _rows([list(figures), ["---:"] * len(figures), list(figures.values())])
@@ -65,17 +66,23 @@ def _rows(rows: Iterable[Sequence[str]]) -> str:
 def _findings(findings: list[dict[str, Any]]) -> list[str]:
     blocks = ["## What would help"] if findings else []
     for place, finding in enumerate(findings, start=1):
+        if not finding["is_cause"]:
+            blocks += [f"{escaped(sentence(finding['title']))}", "\n".join(_bullets(finding))]
+            continue
         gain = f" ({signed(finding['gain']['expected'])} steps per second expected)" if finding["gain"] else ""
         lines = [f"{place}. **{escaped(finding['title'])}**{gain}"]
-        lines += [f"   - {escaped(text)}" for text in (*finding["evidence"], *finding["advice"])]
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join(lines + [f"   {line}" for line in _bullets(finding)]))
     return blocks
+
+
+def _bullets(finding: dict[str, Any]) -> list[str]:
+    return [f"- {escaped(text)}" for text in (*finding["evidence"], *finding["advice"])]
 
 
 def _method(facts: dict[str, Any]) -> list[str]:
     rows = [f"- {name}: {escaped(text)}" for name, text in method_rows(facts)]
     other = facts["method"]["elsewhere"]
     if not other["reason"]:
-        shown = ", ".join(f"{row['name']} {percent(row['mfu'])}" for row in other["rows"])
+        shown = ", ".join(f"{row['name']} {utilisation(row['mfu'])}" for row in other["rows"])
         rows.append(f"- The same run under other conventions: {shown}")
     return ["## How this number was made", "\n".join(rows + [f"- {escaped(text)}" for text in remarks_of(facts)])]

@@ -12,8 +12,8 @@ from flopmeter.errors import RecordError
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
 from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
-from flopmeter.report._text import clean, number
 from flopmeter.serve.tail import open_regular
+from flopmeter.text import clean, number
 
 HEAD_BYTES = 16 << 10
 TAIL_BYTES = 96 << 10

@@ -14,8 +14,8 @@ from flopmeter.record import Run
 from flopmeter.report._charts import Figure, figures_of
 from flopmeter.report._facts import facts_of
 from flopmeter.report._page import body_of, safe_json, template
-from flopmeter.report._text import clean, percent
 from flopmeter.serve.glance import Glance
+from flopmeter.text import clean, utilisation
 
 SHORTEST_S, LONGEST_S = 2.0, 300.0
 """Between two questions of the browser: ten times what the answer took to make, within these bounds."""
@@ -109,7 +109,7 @@ def _line(glance: Glance, now_s: float) -> dict[str, Any]:
     return {name: getattr(glance, name) for name in shown} | {
         "what": " · ".join(filter(None, (glance.model, glance.device, ranks))),
         "trend": trend(glance.recent_mfu),
-        "trend_text": f"MFU of the last {len(known)} steps: {percent(min(known))} to {percent(max(known))}"
+        "trend_text": f"MFU of the last {len(known)} steps: {utilisation(min(known))} to {utilisation(max(known))}"
         if known
         else "",
         "updated": datetime.fromtimestamp(written_at, timezone.utc).isoformat(timespec="seconds"),

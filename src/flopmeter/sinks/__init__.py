@@ -63,3 +63,11 @@ def open_sink(name: str, context: SinkContext) -> Sink:
     """The sink of that name, ready to log."""
     check_sinks((name,))
     return cast(Sink, import_module(f"{__name__}.{name}").Sink(context))
+
+
+def say_last(names: tuple[str, ...], line: str) -> None:
+    """Show the run's closing line in those sinks that people read (their file has a function `say_last`)."""
+    for name in names:
+        say = getattr(import_module(f"{__name__}.{name}"), "say_last", None)
+        if say is not None:
+            say(line)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TextIO
 
+from flopmeter import text
 from flopmeter.sinks import SinkContext
 
 TAKES_EVERY_STEP = True
@@ -34,35 +35,45 @@ class Sink:
         self._last_s = 0.0
         self._is_line_open = False
         self._since = Means()
+        self._unshown: tuple[int, Mapping[str, float]] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in the step, and show it unless another line was written a moment ago."""
         now_s = self._now_s()
         self._since.add(metrics)
+        self._unshown = step, metrics
         if self._first_s is None:
             self._first_s = now_s
         elif now_s - self._last_s < self._interval_s(now_s - self._first_s):
             return
         self._last_s = now_s
-        means, self._since = self._since.compute(), Means()
-        self._write(format_line(step, {**metrics, **means}))
+        self._show(step, metrics)
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """Leave the last line standing, with the last step in it."""
         if self._is_line_open:
+            if self._unshown is not None:
+                self._show(*self._unshown)
             self._stream.write("\n")
             self._stream.flush()
             self._is_line_open = False
+
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+        means, self._since, self._unshown = self._since.compute(), Means(), None
+        self._write(format_line(step, {**metrics, **means}, self._width()))
 
     def _interval_s(self, run_s: float) -> float:
         if self._is_terminal:
             return TERMINAL_INTERVAL_S
         return min(max(LOG_FILE_INTERVAL_S, RARER * run_s), LONGEST_INTERVAL_S)
 
+    def _width(self) -> int | None:
+        """Of the line, where it must fit: a longer one could not be rewritten."""
+        return shutil.get_terminal_size().columns - 1 if self._is_terminal else None
+
     def _write(self, line: str) -> None:
         if self._is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"\r\x1b[2K{line[:width]}")
+            self._stream.write(f"\r\x1b[2K{line}")
             self._is_line_open = True
         else:
             self._stream.write(line + "\n")
@@ -96,19 +107,25 @@ class Means:
         return {**result, "perf/step_time": self._wall_s / self._num_steps} if self._num_steps else result
 
 
-def format_line(step: int, metrics: Mapping[str, float]) -> str:
-    """The live line; a number that is not known yet shows as a dash."""
+def say_last(line: str) -> None:
+    """The run's closing line, below the last step."""
+    print(line, file=sys.stderr, flush=True)
 
-    def show(key: str, pattern: str, scale: float = 1.0) -> str:
+
+def format_line(step: int, metrics: Mapping[str, float], width: int | None = None) -> str:
+    """The live line, in fewer words where it must fit; a number that is not known yet shows as a dash."""
+
+    def show(key: str, write: Callable[[float], str]) -> str:
         value = metrics.get(key)
-        return "-" if value is None else pattern.format(value * scale)
+        return "-" if value is None else write(value)
 
-    parts = (
-        f"step {step:>5}",
-        f"loss {show('training/loss', '{:.4f}')}",
-        f"step time {show('perf/step_time', '{:.1f} ms', 1e3)}",
-        f"MFU {show('perf/mfu', '{:.1f} %', 100)}",
-        f"{show('perf/tokens_per_second', '{:,.0f}')} tokens/s",
-        f"data wait {show('perf/data_wait_share', '{:.1f} %', 100)}",
-    )
-    return " | ".join(parts)
+    loss, mfu = show("training/loss", "{:.4f}".format), show("perf/mfu", text.utilisation)
+    data_wait, tokens = show("perf/data_wait_share", text.percent), show("perf/tokens_per_second", "{:,.0f}".format)
+    step_ms = show("perf/step_time", lambda step_s: f"{1e3 * step_s:.1f} ms")
+    begin = f"step {step:>5} | loss {loss}"
+    line = f"{begin} | step time {step_ms} | MFU {mfu} | {tokens} tokens/s | data wait {data_wait}"
+    if width is None or len(line) <= width:
+        return line
+    step_time = show("perf/step_time", text.seconds)
+    tokens = show("perf/tokens_per_second", lambda value: text.amount(value, ""))
+    return f"{begin} | {step_time} | MFU {mfu} | {tokens.strip()} tok/s | wait {data_wait}"[:width]

@@ -110,7 +110,7 @@ def _check_login(wandb: Any, settings: Mapping[str, Any]) -> None:
     """Without a key `wandb.init` asks for one at the terminal and waits; nobody expects that of a background thread."""
     is_given = not settings.keys().isdisjoint(("api_key", "identity_token_file", "base_url"))
     if not is_given and not wandb.login(prompt=False, verify=False):
-        raise wandb.errors.UsageError("nobody is logged in here (run  wandb login)")
+        raise wandb.errors.UsageError("nobody is logged in here (run wandb login)")
 
 
 def _load_library() -> Any:

@@ -56,11 +56,6 @@ class PhaseClock:
         self.note((self._now_ns(), phase))
         self.bound()
 
-    def has_begun(self, phase: int, since_ns: int) -> bool:
-        """Whether the phase has begun in the running step since then, as far as marks were not added up."""
-        marks = self._marks
-        return any(begun == phase and ns >= since_ns for ns, begun in zip(marks[::2], marks[1::2], strict=True))
-
     def bound(self) -> None:
         """Add marks up when there are too many: a loop that never steps must not fill the memory."""
         if len(self._marks) > MAX_MARKS:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from flopmeter.text import percent
 from flopmeter.timing.events import DeviceStep
 
 COMPUTE_PHASES = ("forward", "backward", "optimizer")
@@ -80,5 +81,6 @@ def _waits_by_phase(step: DeviceStep) -> dict[str, bool]:
 
 def _reason(waiting_share: float, num_steps: int) -> str:
     if waiting_share >= MIN_WAITING_SHARE:
-        return f"the device waited for the host to launch or synchronise in {waiting_share:.0%} of {num_steps} steps"
-    return f"the device was behind the host in {1 - waiting_share:.0%} of {num_steps} steps"
+        share = percent(waiting_share, 0)
+        return f"the device waited for the host to launch or synchronise in {share} of {num_steps} steps"
+    return f"the device was behind the host in {percent(1 - waiting_share, 0)} of {num_steps} steps"

@@ -8,12 +8,16 @@ of a step's.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import deque
 from collections.abc import Mapping
 from time import monotonic, sleep
 from typing import Any, cast
 
 import torch
+
+logger = logging.getLogger("flopmeter")
 
 NUM_SLOTS = 256
 POLL_S = 1e-3
@@ -30,19 +34,34 @@ class LateNumbers:
 
     def __init__(self) -> None:
         self._slots: dict[torch.device, _Slots] = {}
+        self._has_told = False
 
     def take(self, value: Any) -> float | LateNumber:
         """Copy a number, whether it is a float or a tensor of one element on any device, without waiting for it."""
         if not isinstance(value, torch.Tensor):
             return float(value)
+        if type(value) is not torch.Tensor and hasattr(value, "placements"):
+            value = self._local(value)
+            if value is None:
+                return math.nan
         if value.is_cpu:
-            return value.item()  # nothing to wait for
+            number: float = value.item()  # nothing to wait for
+            return number
         if value.is_cuda and torch.cuda.is_current_stream_capturing():
             return math.nan
         slots = self._slots.get(value.device)
         if slots is None:
             slots = self._slots[value.device] = _Slots(value.device, NUM_SLOTS)
         return slots.put(value)
+
+    def _local(self, value: Any) -> torch.Tensor | None:
+        """What this rank holds of a DTensor, as FSDP2's gradient norm is one; None where others hold a part of it."""
+        if all(placement.is_replicate() for placement in value.placements):
+            return cast(torch.Tensor, value.detach().to_local())
+        if not self._has_told:  # to add the parts up is a collective, which all ranks would have to take part in
+            self._has_told = True
+            logger.warning("a number that is spread over the ranks is unknown here: log its full_tensor() instead")
+        return None
 
 
 class LateNumber:
@@ -89,12 +108,16 @@ class HostCopies:
     def __init__(self) -> None:
         self.arrival: Arrival | None = None
         """When the copies of the running step are there; None when there are none. Whoever takes it puts None."""
+        self.used: deque[Any] = deque()
+        """What holds copies that were read elsewhere. It dies here: to free pinned memory is a call to the device."""
         self._free: dict[torch.device, list[Any]] = {}
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy, which says nothing before `arrival` is ready."""
         host = to_host(tensor)
         if host is not tensor:
+            while len(self.used) > 1:  # whoever handed the last one over may still hold it
+                self.used.popleft()
             if self.arrival is None:
                 self.arrival = Arrival(self._free)
             self.arrival.mark(tensor.device)
@@ -150,7 +173,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on its way to the host, without waiting for it."""
     if tensor.device.type != "cuda":
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    # The device is named, because the loop may have set another one as its default.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
@@ -165,8 +189,10 @@ class _Slots:
     def __init__(self, device: torch.device, num_slots: int) -> None:
         is_cuda = device.type == "cuda"
         home = torch.device("cpu") if is_cuda else device
-        memory = torch.zeros(num_slots, dtype=torch.float32, device=home, pin_memory=is_cuda)
-        self._free: list[tuple[torch.Tensor, Any]] = [(slot, _event(is_cuda)) for slot in memory.unbind()]
+        with torch.inference_mode(False):  # what is made in an evaluation could be written nowhere else
+            memory = torch.zeros(num_slots, dtype=torch.float32, device=home, pin_memory=is_cuda)
+            slots = memory.unbind()
+        self._free: list[tuple[torch.Tensor, Any]] = [(slot, _event(is_cuda)) for slot in slots]
         self._device = device
 
     def put(self, value: torch.Tensor) -> float | LateNumber:

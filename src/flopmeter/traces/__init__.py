@@ -22,11 +22,13 @@ one pass, without holding their text; a damaged one gives what is left of it, an
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flopmeter.errors import RecordError, TraceError
 from flopmeter.record import load_run
+from flopmeter.record.reader import nearest_run
 from flopmeter.schema import RUN_FILE
 from flopmeter.traces.trace import Trace, load_trace
 
@@ -37,6 +39,8 @@ __all__ = ["Trace", "load_any", "load_trace"]
 
 MAX_RUNS_NAMED = 5
 _GZIP = b"\x1f\x8b"
+_LIST = re.compile(rb"\s*\[\s*(\{|\]|$)")
+"""A trace may be a bare list of events; other text that begins with a bracket is none."""
 
 
 def load_any(path: str | Path) -> Run:
@@ -55,7 +59,8 @@ def load_any(path: str | Path) -> Run:
     except TraceError as error:
         if kind == "trace":
             raise
-        raise RecordError(f"{file} is neither a run file nor a profiler trace: as a trace, {error}") from None
+        reason = str(error).removeprefix(f"{file} is not a profiler trace: ").replace(f"{file} ", "it ", 1)
+        raise RecordError(f"{file} is neither a run file nor a profiler trace: {reason}") from None
 
 
 def _kind(file: Path) -> Literal["run", "trace", "unknown"]:
@@ -67,9 +72,9 @@ def _kind(file: Path) -> Literal["run", "trace", "unknown"]:
         with file.open("rb") as opened:
             begin = opened.read(4096)
     except OSError as error:
-        raise RecordError(f"cannot read {file}: {error.strerror or error}") from None
+        raise RecordError(f"cannot read {file}: {error.strerror or error}{nearest_run(file)}") from None
     is_marked = b'"traceEvents"' in begin or b'"schemaVersion"' in begin
-    if is_marked or begin.startswith(_GZIP) or begin.lstrip()[:1] == b"[":
+    if is_marked or begin.startswith(_GZIP) or _LIST.match(begin):
         return "trace"
     return "run" if b'"kind"' in begin or file.suffix == ".jsonl" else "unknown"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopmeter.errors import FlopmeterError, TraceError
 from flopmeter.metrics import utilisation
+from flopmeter.text import percent
 from flopmeter.traces.counting import Counting, StepFlop, count
 from flopmeter.traces.events import EventReader, Head
 from flopmeter.traces.facts import find_facts, top_kernels
@@ -183,7 +184,7 @@ def _why_no_flop(counting: Counting, timeline: Timeline, dtypes: list[str]) -> s
         return "no operator with a FLOP formula was recorded in its steps"
     if counting.coverage is not None and counting.coverage < MIN_COVERAGE:
         lost = ", ".join(sorted(counting.uncounted)[:4]) or "kernels that no recorded operator launched"
-        return f"shapes tell only {counting.coverage:.1%} of the matrix work (by time); not told: {lost}"
+        return f"shapes tell only {percent(counting.coverage)} of the matrix work (by time); not told: {lost}"
     return ""
 
 
@@ -203,8 +204,8 @@ def _notes(timeline: Timeline, times: tuple[StepTime, ...], counting: Counting, 
     idle_s, all_s = sum(time.other_idle_s for time in times), sum(time.step_s for time in times)
     if len(timeline.device_events) and idle_s > MANY_LOST * all_s:
         notes.append(
-            f"for {idle_s / all_s:.1%} of the time the device was idle with work in its queue: it waited for another "
-            "stream or rank, or ran what the profiler did not record"
+            f"for {percent(idle_s / all_s)} of the time the device was idle with work in its queue: it waited for "
+            "another stream or rank, or ran what the profiler did not record"
         )
     num_orphans = sum(thread < 0 and work != Work.DATA for thread, work in zip(placed.thread, placed.work, strict=True))
     if num_orphans:

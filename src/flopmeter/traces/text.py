@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flopmeter.errors import TraceError
+from flopmeter.schema import RUN_FILE
 
 MAX_TEXT_BYTES = 32 << 30
 """Most text that a file may hold, unless the caller says otherwise."""
@@ -41,6 +42,8 @@ class TraceText:
 
     def __iter__(self) -> Iterator[bytes]:
         try:
+            if (self.path / RUN_FILE).exists():
+                raise TraceError(f"{self.path} is a run, not a trace: flopmeter diagnose {self.path}")
             with self.path.open("rb") as file:
                 size = self.path.stat().st_size
                 is_compressed = file.peek(2)[:2] == _GZIP

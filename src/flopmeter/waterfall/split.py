@@ -7,6 +7,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopmeter.text import plural, seconds
 from flopmeter.waterfall.sampled import BESIDE, Ordinary, Sampled, reduce_profiles
 from flopmeter.waterfall.window import Amount, Window, known, mapping, number
 
@@ -87,42 +88,52 @@ class Split:
         mean_s = self.window.gc_s() / len(self.window)
         return mean_s if mean_s >= RARE * longest_s else 0.0
 
-    def _total(self, amount: Amount, how: str) -> Slice:
-        """An amount of every step, over the window; steps that do not know it are taken to be like the others."""
+    def _total(self, amount: Amount, how: str, marked_s: Sequence[float] = ()) -> Slice:
+        """An amount of every step, over the window; steps that do not know it are taken to be like the others.
+
+        Args:
+            marked_s: The amount in marked steps, where it does not depend on their being measured.
+        """
         num_steps = len(self.window)
-        num_unknown = num_steps - amount.num_steps
+        num_unknown = num_steps - amount.num_steps - len(marked_s)
+        seconds = (num_steps - len(marked_s)) * amount.mean_s + math.fsum(marked_s)
         if num_unknown <= 0:
-            return Slice(num_steps * amount.mean_s, 0.0, how)
+            return Slice(seconds, 0.0, how)
         how += f"; {num_unknown} of {num_steps} steps taken to be like the others"
-        return Slice(num_steps * amount.mean_s, amount.deviation_s * math.sqrt(num_unknown), how)
+        return Slice(seconds, amount.deviation_s * math.sqrt(num_unknown), how)
+
+    def _utilised(self, key: str, how: str) -> Slice | None:
+        amount = self.window.amount(key)
+        return amount and self._total(amount, how, self.window.marked_s(key))
 
     def _ideal(self) -> Slice | None:
-        amount = self.window.amount("perf/mfu")
-        return amount and self._total(amount, "model FLOPs of every step over the peak of their dtype")
+        if not self.window.has_ordinary:
+            return None
+        return self._utilised("perf/mfu", "model FLOPs of every step over the peak of their dtype")
 
     def _from_samples(self, key: str) -> Slice | None:
         if self.sampled is None or key not in self.sampled.seconds:
             return None
         sampled, num_steps = self.sampled, len(self.window)
-        seconds, moved_s = sampled.seconds[key], sampled.uncertainty_s[key]
+        step_s, moved_s = sampled.seconds[key], sampled.uncertainty_s[key]
         step = self.window.step
         spread = step.deviation_s / step.mean_s if step else 0.0  # a sampled step is a draw from steps that vary
-        uncertainty_s = math.hypot(moved_s, seconds * spread / math.sqrt(sampled.num_profiles))
-        steps = f"{sampled.num_profiles} sampled step{'s' * (sampled.num_profiles > 1)}"
+        uncertainty_s = math.hypot(moved_s, step_s * spread / math.sqrt(sampled.num_profiles))
+        steps = plural(sampled.num_profiles, "sampled step")
         how = f"{'device' if sampled.device == 'cuda' else 'operator'} time of {steps}, times {num_steps} steps"
         if moved_s > 0:
-            how += f"; {moved_s * 1e3:.3g} ms a step taken off as the cost of sampling"
-        return Slice(num_steps * seconds, num_steps * uncertainty_s, how)
+            how += f"; {seconds(moved_s)} a step taken off as the cost of sampling"
+        return Slice(num_steps * step_s, num_steps * uncertainty_s, how)
 
     def _recompute(self) -> Slice | None:
         found = self._from_samples("recompute_s")
         if found is not None:
             return found
-        hardware, model = self.window.amount("perf/hfu"), self.window.amount("perf/mfu")
+        hardware, model = self._utilised("perf/hfu", ""), self._ideal()
         if hardware is None or model is None:
             return None
         return Slice(
-            len(self.window) * (hardware.mean_s - model.mean_s),
+            hardware.seconds - model.seconds,
             0.0,
             "HFU less MFU: recomputation at the speed of the peak, which is the least it can take",
         )
@@ -173,6 +184,10 @@ class Split:
         amount = self.window.amount("perf/exposed_communication_share")
         if amount is not None:
             return self._total(amount, "time of every step blocked after the backward pass had computed all gradients")
+        device_s = self._on_device("communication")
+        if device_s is not None:
+            how = "time of the device from the last gradient of its own to the end of the backward pass, mean of steps"
+            return Slice(len(self.window) * device_s, 0.0, how)
         return self._from_samples("communication_s")
 
     def _pauses(self) -> Slice:
@@ -203,15 +218,15 @@ class Split:
             notes.append("no step was sampled, so forward and backward are not split")
         if self.window.num_untimed:
             notes.append(f"{self.window.num_untimed} steps have no duration and are left out")
-        if self.window.ordinary is self.window.timed and self.window.timed[0][0] in self.window.run.marks:
-            notes.append("every step of the window is marked as warm-up or measured, so none is ordinary")
-        elif self.window.num_ordinary < FEW_STEPS:
+        if self.window.has_ordinary and self.window.num_ordinary < FEW_STEPS:
             num = self.window.num_ordinary
-            notes.append(f"only {num} ordinary step{'s' * (num != 1)}, which is too few to rely on")
+            notes.append(f"only {plural(num, 'ordinary step')}, which is too few to rely on")
         return "; ".join(notes)
 
 
 def _why_no_mfu(window: Window) -> str:
+    if not window.has_ordinary:
+        return "MFU is unknown: too few steps, every one of them is warm-up or measured and none is ordinary"
     if window.amount("perf/model_flop") is None:
         return "MFU is unknown: the FLOPs of a step are not in the record"
     return "MFU is unknown: the device's peak is (set monitoring.peak_flop_per_s, or see `flopmeter peak`)"

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
 from flopmeter.columns import at, sound, stretches
-from flopmeter.goodput import LATEST_S, LONGEST_S, find_pauses
+from flopmeter.goodput import LATEST_S, LONGEST_S, find_pauses, surplus_s
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
@@ -46,8 +46,9 @@ class Window:
     """The steps from position `start` up to `stop`, and the events between the first and the last of them.
 
     Without a `start` the window begins at the first step that is not warm-up. Every step counts, those that a restart
-    threw away included: they took their time. What a marked step (observed, profiled, warm-up) did is taken to be what
-    an ordinary one did, and the time that it took beyond that is kept apart as `surplus_s`.
+    threw away included: they took their time. A marked step (observed, profiled, warm-up) has its own FLOPs; where its
+    time went is taken to be what ordinary ones tell, and what it took beyond those of its work is kept apart as
+    `surplus_s`.
     """
 
     def __init__(self, run: Run, start: int | None = None, stop: int | None = None) -> None:
@@ -60,9 +61,15 @@ class Window:
         self._num_timed = len(places) - len(untimed)
         self.timed = stretches(places, untimed)
         """Positions of the steps whose duration is known, as unbroken stretches."""
-        self.ordinary = stretches(places, [*untimed, *run.marks]) or self.timed
+        unmarked = stretches(places, [*untimed, *run.marks])
+        self.has_ordinary = bool(unmarked)
+        """Whether there is a step that is neither warm-up nor measured: without one the run has no speed to tell."""
+        self.ordinary = unmarked or self.timed
         """Positions of those that represent the run; all of them where none is without a mark."""
         self.num_ordinary = sum(map(len, self.ordinary))
+        self._places = places
+        self.marked = self._marked(untimed)
+        """Positions of the other steps whose duration is known."""
         self.steps_s = math.fsum(at(step_s, self.timed))
         """Time of all steps, pauses left out."""
         self.step_s = self.values("perf/step_time")
@@ -77,10 +84,27 @@ class Window:
     def __len__(self) -> int:
         return self._num_timed
 
+    def _marked(self, untimed: Sequence[int]) -> list[int]:
+        if self.num_ordinary == self._num_timed:
+            return []
+        left_out = set(untimed)
+        return [place for place in self.run.marks if place in self._places and place not in left_out]
+
     @property
     def surplus_s(self) -> float:
-        """What the marked steps took beyond as many ordinary ones; below zero where they happened to be fast."""
-        return self.steps_s - len(self) * self.step.mean_s if self.step and self.num_ordinary < len(self) else 0.0
+        """What the marked steps took beyond ordinary ones of the same work; below zero where they happened to be fast.
+
+        Where no ordinary step did the same work, they are held against the mean of all.
+        """
+        if self.step is None:
+            return 0.0
+        step_s, usual_s = self.run.column("perf/step_time"), self.step.mean_s
+        return math.fsum(surplus_s(self.run, step_s, place, self._places, usual_s) for place in self.marked)
+
+    def marked_s(self, key: str) -> Sequence[float]:
+        """Seconds of one `perf/..._share` (or utilisation) column in the marked steps that know it."""
+        step_s, shares = self.run.column("perf/step_time"), self.run.column(key)
+        return sound([step_s[place] * shares[place] for place in self.marked], LONGEST_S)
 
     def amount(self, *keys: str) -> Amount | None:
         """Seconds a step of one or several `perf/..._share` (or utilisation) columns; of the whole step without any."""

@@ -13,8 +13,9 @@ The gain takes nearly all of it as hidden (expected: 95 %), or half of it (low: 
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent
 
 NAMES = r"checkpoint|ckpt|save|saving"
 MIN_SHARE = 0.03

@@ -15,8 +15,9 @@ The gain assumes that the wait goes away entirely (expected), or by half (low).
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import BUSY_SHARE, Evidence, percent
+from flopmeter.diagnosis._evidence import BUSY_SHARE, Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
+from flopmeter.text import percent, seconds
 
 MIN_SHARE = 0.05
 """As for a loader that waits: below one step in twenty there is nothing left to win."""
@@ -36,7 +37,7 @@ def check(evidence: Evidence) -> Finding | None:
         title=f"the steps wait for data for {percent(share)} of the time, while the loader computes",
         lost=share,
         evidence=(
-            f"{wait_s / evidence.num_steps * 1e3:.3g} ms of every step go by waiting for the next batch",
+            f"{seconds(wait_s / evidence.num_steps)} of every step go by waiting for the next batch",
             evidence.loader_evidence(),
         ),
         advice=(

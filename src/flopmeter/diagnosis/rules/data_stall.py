@@ -16,8 +16,9 @@ The gain assumes that the wait goes away entirely (expected), or by half (low).
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import BUSY_SHARE, Evidence, percent
+from flopmeter.diagnosis._evidence import BUSY_SHARE, Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent, seconds
 
 MIN_SHARE = 0.05
 """One step in twenty: below that, prefetching has nothing left to win, and hiccups of a disk come and go."""
@@ -36,7 +37,7 @@ def check(evidence: Evidence) -> Finding | None:
         title=f"the steps wait for data for {percent(share)} of the time, and the loader is not computing",
         lost=share,
         evidence=(
-            f"{wait_s / evidence.num_steps * 1e3:.3g} ms of every step go by waiting for the next batch",
+            f"{seconds(wait_s / evidence.num_steps)} of every step go by waiting for the next batch",
             evidence.loader_evidence(),
         ),
         advice=(

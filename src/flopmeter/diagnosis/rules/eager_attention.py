@@ -16,8 +16,9 @@ scores and half of the matmuls (high).
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent
 from flopmeter.waterfall.window import mapping
 
 EXPLAINS = ("memory_bound",)

@@ -12,8 +12,9 @@ The gain takes half of it as saved (expected: half as often), a quarter (low) or
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent
 
 NAMES = r"eval|valid|test"
 MIN_SHARE = 0.1

@@ -16,8 +16,9 @@ The gain assumes that most of the wait goes (expected: nine tenths), or half of 
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent, seconds
 
 MIN_SHARE = 0.05
 """Well-overlapped data parallel training leaves only the last bucket exposed, a few percent."""
@@ -35,7 +36,7 @@ def check(evidence: Evidence) -> Finding | None:
         title=f"the ranks wait for communication for {percent(share)} of the time",
         lost=share,
         evidence=(
-            f"{exposed_s / evidence.num_steps * 1e3:.3g} ms of every step, with {evidence.world_size} ranks",
+            f"{seconds(exposed_s / evidence.num_steps)} of every step, with {evidence.world_size} ranks",
             *_slow_network(evidence),
         ),
         advice=(

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from flopmeter.devices.dtypes import normalise_dtype
 from flopmeter.devices.table import find_device
-from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence, percent
+from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 from flopmeter.errors import FlopmeterError
+from flopmeter.text import percent, rate
 from flopmeter.waterfall.window import mapping, number
 
 EXPLAINS = ("memory_bound",)
@@ -90,7 +91,7 @@ def _float32(evidence: Evidence, share: float) -> Finding | None:
         lost=high_s / 2 / evidence.wall_s,
         evidence=(
             f"{percent(share)} of the matmul FLOPs of the observed step ran in float32, TF32 is off",
-            f"peaks on file: {best} {peaks[best] / 1e12:.4g}, fp32 {peaks['fp32'] / 1e12:.4g} TFLOP/s",
+            f"peaks on file: {best} {rate(peaks[best])}, fp32 {rate(peaks['fp32'])}",
         ),
         advice=(
             'train under torch.autocast("cuda", dtype=torch.bfloat16)',

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 
-from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence, percent
+from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
+from flopmeter.text import percent, seconds
 from flopmeter.waterfall.window import known
 
 MIN_SHARE = 0.03
@@ -35,7 +36,7 @@ def check(evidence: Evidence) -> Finding | None:
     share = lost_s / evidence.wall_s
     if share < MIN_SHARE:
         return None
-    longest = "" if math.isnan(longest_s) else f", the longest of {longest_s * 1e3:.3g} ms"
+    longest = "" if math.isnan(longest_s) else f", the longest of {seconds(longest_s)}"
     return Finding(
         rule="gc_pause",
         title=f"Python's garbage collector takes {percent(share)} of the time",

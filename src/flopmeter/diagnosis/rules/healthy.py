@@ -5,14 +5,16 @@ How we know. All other rules were asked, and none found anything; those that cou
 What to do. If the MFU is low all the same, look at the largest part of the waterfall. Matmuls below peak: the matmuls
 themselves are slow for this device (small sizes, an odd layout, a peak that nothing reaches: `flopmeter peak
 --measure` shows what matmuls can do here); larger matrices help, by a larger batch, longer sequences or a wider model.
-Other operators: fuse them with torch.compile or fused kernels. Unexplained: the record does not tell enough; smart
-mode with monitoring.profile_steps: true looks inside forward and backward.
+Other operators: fuse them with torch.compile or fused kernels. Unexplained: the record does not tell enough; where
+that is most of the time, the verdict is `undetermined` instead.
 """
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.diagnosis.rules._untold import why_untold
+from flopmeter.text import percent
 from flopmeter.waterfall import LABELS
 
 IS_LAST_RESORT = True
@@ -32,6 +34,8 @@ _ADVICE = {
 
 def check(evidence: Evidence) -> Finding | None:
     """Say that nothing stands out, and what the largest parts are."""
+    if evidence.is_untold:
+        return None
     losses = [part for part in evidence.waterfall.parts if part.name != "ideal"]
     largest = sorted(losses, key=lambda part: -part.share)[:2]
     matmul_s = evidence.seconds_or_zero("matmul_below_peak")
@@ -52,18 +56,10 @@ def check(evidence: Evidence) -> Finding | None:
 def _advice(evidence: Evidence, part: str) -> tuple[str, ...]:
     """What helps against the largest part."""
     if part == "unexplained":
-        return (_what_would_tell(evidence),)
+        return (": ".join(why_untold(evidence)),)
     if part == "matmul_below_peak" and _can_be_measured(evidence):
         return _ADVICE[part], "see what matmuls reach on this device: flopmeter peak --measure"
     return (_ADVICE[part],)
-
-
-def _what_would_tell(evidence: Evidence) -> str:
-    if evidence.sampled:
-        return "the time lies outside what the profiler sees: look at the loop's own code, or record a longer run"
-    if evidence.mode == "estimate":
-        return "estimate mode samples no step: record with monitoring.mfu_calculation_mode: smart to learn more"
-    return "no step was sampled: record with monitoring.profile_steps: true, and for longer, to learn more"
 
 
 def _can_be_measured(evidence: Evidence) -> bool:

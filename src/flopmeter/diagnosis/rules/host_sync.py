@@ -18,8 +18,9 @@ GPU all launch gaps (high).
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
+from flopmeter.text import percent
 
 MIN_SHARE = 0.02
 """Reading the loss once a step is common, and costs less than that on a step of any length."""

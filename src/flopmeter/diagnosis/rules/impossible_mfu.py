@@ -15,8 +15,9 @@ hold.
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence, percent
+from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent, rate
 from flopmeter.waterfall.window import number
 
 LIMIT = 1.0
@@ -31,7 +32,7 @@ def check(evidence: Evidence) -> Finding | None:
     peaks = evidence.run.peaks
     dtype, peak = list(peaks.items())[-1] if peaks else ("", {})
     flop_per_s = number(peak.get("flop_per_s"), MAX_COUNT * MAX_COUNT)
-    stated = f"{flop_per_s / 1e12:.4g} TFLOP/s {dtype[:20]}, {str(peak.get('source'))[:20]}"
+    stated = f"{rate(flop_per_s)} {dtype[:20]}, {str(peak.get('source'))[:20]}"
     return Finding(
         rule="impossible_mfu",
         title=f"a utilisation of {percent(highest)} is impossible: the peak, the dtype or the FLOPs are wrong",

@@ -18,8 +18,9 @@ larger matmuls run closer to the peak as well.
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent
 
 MIN_SHARE = 0.2
 """A fifth: eager PyTorch on a healthy model loses a twentieth to a tenth here, and its update as much again."""

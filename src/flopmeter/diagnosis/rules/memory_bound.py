@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent, seconds
 
 MIN_SHARE = 0.4
 """Eager transformers of middling width spend a quarter to a third on it, convolutional nets a little more."""
@@ -33,7 +34,7 @@ def check(evidence: Evidence) -> Finding | None:
     is_compiled = evidence.facts.get("is_compiled") is True
     rows = evidence.sampled.top if evidence.sampled else ()
     own = [row for row in rows if not re.search(_OTHERS, row[0], re.IGNORECASE)]
-    longest = ", ".join(f"{name[:40]} {seconds * 1e3:.3g} ms" for name, seconds, _ in own[:4])
+    longest = ", ".join(f"{name[:40]} {seconds(own_s)}" for name, own_s, _ in own[:4])
     return Finding(
         rule="memory_bound",
         title=f"operators that are no matmuls take {percent(share)} of the time",

@@ -15,8 +15,9 @@ tensor) of the time remains (expected); half of it goes at least (low), all of i
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
+from flopmeter.text import percent, seconds
 
 MIN_SHARE = 0.1
 """A tenth: a fused update of a model with a sensible batch stays below a twentieth."""
@@ -46,7 +47,7 @@ def check(evidence: Evidence) -> Finding | None:
         title=f"the update of the weights is a loop over tensors and takes {percent(share)} of the time",
         lost=share * (1 - left),
         evidence=(
-            f"{update_s / evidence.num_steps * 1e3:.3g} ms of every step are the optimizer's",
+            f"{seconds(update_s / evidence.num_steps)} of every step are the optimizer's",
             f"its update goes tensor by tensor{counted}",
         ),
         advice=(

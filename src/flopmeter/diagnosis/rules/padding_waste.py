@@ -14,8 +14,9 @@ per second, since packed steps take as long as padded ones.
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, Gain
+from flopmeter.text import percent, utilisation
 
 MIN_WASTE = 0.1
 """A tenth: below, the lengths within a batch are about as even as they get."""
@@ -34,7 +35,9 @@ def check(evidence: Evidence) -> Finding | None:
         rule="padding_waste",
         title=f"{percent(waste)} of the work is done on padding",
         lost=saved_s / evidence.wall_s,
-        evidence=(f"MFU is {percent(useful)} with useful tokens and {percent(processed)} with all tokens processed",),
+        evidence=(
+            f"MFU is {utilisation(useful)} with useful tokens and {utilisation(processed)} with all tokens processed",
+        ),
         advice=(
             "pack samples into full sequences (TRL: packing=True; transformers: DataCollatorWithFlattening)",
             'or batch samples of like length and pad to the longest of the batch (padding="longest")',

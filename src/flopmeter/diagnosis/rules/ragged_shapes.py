@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence, percent
+from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent
 from flopmeter.waterfall.window import known, mapping
 
 MIN_LOST = 0.02

@@ -14,8 +14,9 @@ The gain takes the recomputation as gone (expected and high), or half of it (low
 
 from __future__ import annotations
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
+from flopmeter.text import percent, seconds
 
 MIN_SHARE = 0.05
 """Fused attention recomputes its scores by design, for one to three percent."""
@@ -35,7 +36,7 @@ def check(evidence: Evidence) -> Finding | None:
         title=f"{percent(share)} of the time goes into computing activations a second time",
         lost=share,
         evidence=(
-            f"{again_s / evidence.num_steps * 1e3:.3g} ms of every step are recomputation in the backward pass",
+            f"{seconds(again_s / evidence.num_steps)} of every step are recomputation in the backward pass",
             room if memory is None else f"the GPU's memory is {percent(memory)} full",
         ),
         advice=(

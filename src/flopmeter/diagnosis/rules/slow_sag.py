@@ -23,8 +23,9 @@ from itertools import repeat
 from statistics import median
 
 from flopmeter.columns import sound
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
+from flopmeter.text import percent, utilisation
 
 MIN_FALL = 0.07
 """Seven percent: clocks of a warm GPU settle two or three percent lower than those of a cold one."""
@@ -58,8 +59,8 @@ def check(evidence: Evidence) -> Finding | None:
         title=f"computing has become {percent(fall)} slower since the run began",
         lost=slow_s / evidence.wall_s,
         evidence=(
-            f"MFU while computing: {percent(first)} in the first fifth, {percent(middle)} in the middle, "
-            f"{percent(last)} in the last",
+            f"MFU while computing: {utilisation(first)} in the first fifth, {utilisation(middle)} in the middle, "
+            f"{utilisation(last)} in the last",
             *_regimes(evidence),
         ),
         advice=(

@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
-from flopmeter.diagnosis._evidence import Evidence, percent
+from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
+from flopmeter.text import percent, seconds
 from flopmeter.waterfall.window import mapping, number
 
 EXPLAINS = ("exposed_communication",)
@@ -53,10 +54,10 @@ def check(evidence: Evidence) -> Finding | None:
     lost_s = slow.extra_s * evidence.num_steps
     return Finding(
         rule="straggler",
-        title=f"rank {slow.rank} holds up all others for {slow.extra_s * 1e3:.3g} ms a step",
+        title=f"rank {slow.rank} holds up all others for {seconds(slow.extra_s)} a step",
         lost=lost_s / evidence.wall_s,
         evidence=(
-            f"its own time exceeds the others' by {slow.extra_s * 1e3:.3g} ms a step, in {slow.phase}",
+            f"its own time exceeds the others' by {seconds(slow.extra_s)} a step, in {slow.phase}",
             slow.where,
             f"that is {percent(lost_s / evidence.wall_s)} of the time of {evidence.world_size} ranks",
         ),

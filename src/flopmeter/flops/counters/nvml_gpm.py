@@ -46,7 +46,7 @@ def _load_nvml() -> ModuleType:
     except ImportError as error:
         raise CounterUnavailableError("nvidia-ml-py is not installed") from error
     if not hasattr(nvml, "nvmlGpmMigSampleGet"):
-        raise CounterUnavailableError("this pynvml has no GPM calls: run  pip install -U nvidia-ml-py")
+        raise CounterUnavailableError("this pynvml has no GPM calls: run pip install -U nvidia-ml-py")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from flopmeter.flops.counters import CounterReader, CounterUnavailableError, Reading, Target
+from flopmeter.text import percent
 
 DEVICE_TYPE = "cpu"
 ORDER = 10
@@ -198,7 +199,7 @@ def scale_count(change: Sample) -> float | None:
 
 def _sharing(changes: list[Sample]) -> str:
     lowest = min((change.running_ns / change.enabled_ns for change in changes if change.enabled_ns), default=1.0)
-    return f"scaled up: an event was counted {lowest:.0%} of the time" if lowest < 0.99 else ""
+    return f"scaled up: an event was counted {percent(lowest, 0)} of the time" if lowest < 0.99 else ""
 
 
 def self_test(reader: CounterReader) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.estimate.amounts import Rows
+from flopmeter.flops.estimate.amounts import Pairs, Rows
 from flopmeter.flops.estimate.plan import EstimatePlan, Term, needs_of
+from flopmeter.flops.estimate.structure import is_sequence_first, reads_of
 from flopmeter.flops.estimate.walk import Walk
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.inputs import build_inputs
@@ -96,7 +97,9 @@ def _make_plan(model: nn.Module) -> EstimatePlan:
     terms = tuple(walk.terms)
     if not terms or walk.num_unread > MAX_UNREAD_SHARE * num_parameters:
         return _rule_of_thumb(model, num_parameters, "most of its parameters belong to no layer that is known here")
-    return EstimatePlan(terms=terms, left_out=tuple(walk.left_out), needs=needs_of(terms))
+    reads = reads_of(model, attends=any(isinstance(term.amount, Pairs) for term in terms))
+    needs = replace(needs_of(terms), reads=reads, is_sequence_first=is_sequence_first(model))
+    return EstimatePlan(terms=terms, left_out=tuple(walk.left_out), needs=needs)
 
 
 def _rule_of_thumb(model: nn.Module, num_parameters: int, reason: str) -> EstimatePlan:

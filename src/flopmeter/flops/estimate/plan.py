@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from flopmeter.flops.estimate.amounts import Amount, CrossPairs, Pairs, Rows
@@ -57,6 +57,7 @@ class EstimatePlan:
     method: str = "estimate"
     """Says so when it is no more than a rule of thumb."""
     _lines: tuple[_Line, ...] = field(init=False, repr=False, compare=False)
+    _reads_text_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sums: dict[tuple[Amount, str], list[float]] = defaultdict(lambda: [0, 0, 0])
@@ -64,6 +65,8 @@ class EstimatePlan:
             line = sums[term.amount, term.dtype]
             for i, times in enumerate((1, term.num_grads, term.num_reruns)):
                 line[i] += term.flop * times
+        sources = {term.amount.source for term in self.terms if isinstance(term.amount, Rows)}
+        object.__setattr__(self, "_reads_text_only", sources <= {"tokens", "samples"})
         object.__setattr__(self, "_lines", tuple(_Line(*key, *line) for key, line in sums.items()))
 
     def evaluate(
@@ -78,6 +81,7 @@ class EstimatePlan:
         Args:
             dtype: What autocast turns every product into; None where the weights' own dtype rules.
         """
+        workload = self._with_rows(workload)
         forward = backward = rerun = 0.0
         growth: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         hardware: dict[str, float] = defaultdict(float)
@@ -104,15 +108,34 @@ class EstimatePlan:
             left_out=(*self.left_out, HARDWARE_NOTE),
         )
 
+    def executed(self, workload: Workload, pairs_as: Convention = "full") -> dict[str, dict[str, float]]:
+        """What a device runs of it, by dtype and by what that grows with: every row, padding too, and reruns.
+
+        Args:
+            pairs_as: `exact` where attention skips what its mask forbids.
+        """
+        growth: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for line in self._lines:
+            amount = line.amount.of(workload, "full" if isinstance(line.amount, Rows) else pairs_as)
+            growth[line.dtype][line.amount.driver] += (line.forward + line.backward + line.rerun) * amount
+        return growth
+
     def by_module(
         self, workload: Workload, training: bool = True, convention: Convention = "exact"
     ) -> Mapping[str, float]:
         """Model FLOPs by module path: slower than `evaluate`, for tables."""
+        workload = self._with_rows(workload)
         amounts = {line.amount: line.amount.of(workload, convention) for line in self._lines}
         flop: dict[str, float] = defaultdict(float)
         for term in self.terms:
             flop[term.path] += term.flop * (1 + term.num_grads * training) * amounts[term.amount]
         return dict(flop)
+
+    def _with_rows(self, workload: Workload) -> Workload:
+        """A model that looks something up (labels, times) and was given vectors has one row for each sample."""
+        if not self._reads_text_only or workload.tokens_processed:
+            return workload
+        return replace(workload, tokens=workload.samples, tokens_processed=workload.samples)
 
 
 def needs_of(terms: tuple[Term, ...]) -> Needs:

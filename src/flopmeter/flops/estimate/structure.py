@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from flopmeter.flops.arguments import Reads
 from flopmeter.flops.estimate.amounts import Source
 from flopmeter.flops.estimate.leaves import is_embedding, read_leaf, shape_of
 
@@ -26,6 +27,9 @@ _DENSE_INPUTS = ("pixel", "input_features", "input_values", "image", "video", "a
 _TOWER_WORDS = ("vision", "visual", "image", "audio", "speech")
 _TOKEN_WORDS = ("token", "cls", "class", "register")
 _NO_TOKEN_WORDS = ("mask", "pos")
+_TURNING = frozenset(
+    {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "rearrange", "t", "T", "mT"}
+)
 
 
 def input_of(module: nn.Module) -> Source | None:
@@ -38,6 +42,50 @@ def input_of(module: nn.Module) -> Source | None:
     if any(name.startswith(("grid_thw", "image_grid", "grid_hw")) for name in names):
         return "patches"
     return "dense" if names[0].startswith(_DENSE_INPUTS) else None
+
+
+def starts_with_values(root: nn.Module) -> bool:
+    """Whether its first product is a convolution over something else than looked-up tokens: labels may be those."""
+    first = next((module for module in root.modules() if (leaf := read_leaf(module)) and leaf.products), None)
+    if not isinstance(first, nn.modules.conv._ConvNd):
+        return False
+    widths = {embedding_width(module) for module in root.modules() if is_embedding(module)}
+    return not widths & {first.in_channels, first.kernel_size[-1]}
+
+
+def reads_of(root: nn.Module, attends: bool) -> Reads:
+    """What a model takes when no name tells: what its first product is done with."""
+    if starts_with_values(root):
+        return "values"
+    is_ordered = attends or any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in root.modules())
+    if any(is_embedding(module) for module in root.modules()):
+        return "text" if is_ordered else "ids"
+    return "sequence" if is_ordered else "values"
+
+
+def is_sequence_first(root: nn.Module) -> bool:
+    """Whether a sequence comes before the batch: torch's own recurrent and transformer layers say so.
+
+    Models whose code turns dimensions around, or has convolutions before them, are taken as batch first.
+    """
+    said: list[bool] = []
+    for module in root.modules():
+        if isinstance(module, nn.modules.conv._ConvNd) or _turns(type(module).forward):
+            return False
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            module = module.self_attn
+        elif not isinstance(module, nn.RNNBase) and module is not root:
+            continue
+        if isinstance(own := getattr(module, "batch_first", None), bool):
+            said.append(own)
+    return bool(said) and not any(said)
+
+
+@lru_cache(maxsize=4096)
+def _turns(forward: Callable[..., Any]) -> bool:
+    code = getattr(forward, "__code__", None)
+    is_torch = getattr(forward, "__module__", "").startswith("torch.")
+    return not is_torch and code is not None and not _TURNING.isdisjoint(code.co_names)
 
 
 @lru_cache(maxsize=4096)

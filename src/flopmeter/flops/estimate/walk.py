@@ -91,7 +91,8 @@ class Walk:
         self._outline = outline_of(root)
         self._seen: set[int] = set()
         self._text_flow: Flow | None = None
-        source = structure.input_of(root) or ("tokens" if self._outline.vocabularies else "dense")
+        is_text = self._outline.vocabularies and not structure.starts_with_values(root)
+        source = structure.input_of(root) or ("tokens" if is_text else "dense")
         self._visit(root, Flow(Rows(source)), Scope())
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in root.modules())
         if source == "tokens" and not is_recurrent and all(isinstance(term.amount, Rows) for term in self.terms):
@@ -126,7 +127,8 @@ class Walk:
             inner = self._inside(module, name, entry, scope)
             if name == "decoder" and structure.is_encoder_decoder(module, inner.config):
                 inner = replace(inner, memory=flow, text=Rows("decoder"))
-                flow = Flow(inner.text, needs_grad=flow.needs_grad)
+                is_given = isinstance(module, nn.Transformer)  # else the decoder looks its tokens up itself
+                flow = Flow(inner.text, needs_grad=entry.needs_grad if is_given else flow.needs_grad)
             first_of_all = flow.width == 0
             flow = self._visit_rerun(child, flow, inner, is_layer=scope.layer is None and inner.layer is not None)
             if first_of_all and flow.width and flow.rows.source == "dense":
@@ -327,6 +329,6 @@ def _called_children(module: nn.Module, scope: Scope) -> Iterator[tuple[str, nn.
 
 def _has_trained_norm(module: nn.Module, scope: Scope) -> bool:
     """A norm before a layer's first product makes its input depend on training, wherever it was registered."""
-    if scope.layer is None:
+    if scope.layer is None or getattr(module, "norm_first", True) is False:
         return False
     return any(has_trained(m) for m in module.children() if not m._modules and read_leaf(m) is None)

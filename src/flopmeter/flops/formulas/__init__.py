@@ -55,6 +55,10 @@ PRODUCTS = frozenset({"matmul", "grouped", "quantized", "sparse"})
 """Families whose operators surround each other: of such a nest the innermost is closest to what ran."""
 MATRIX_WORD = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|linear|lstm|gru|rnn|einsum")
 """A word in the name of an operator that probably does matrix work, whether or not it has a formula."""
+_SOLVER = re.compile(
+    r"aten::_?(linalg_(?!cross|diagonal|norm|vector_norm|check_errors)\w+|cholesky\w*|geqrf|lobpcg|lu_(solve|unpack)"
+    r"|matrix_exp|orgqr|ormqr|svd|triangular_solve)"
+)
 RECORDED_DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -88,12 +92,18 @@ class Formula:
     composite: bool = False
     """True when the dispatcher splits the operator before a mode sees it: only traces and inference mode show it."""
     parameters: tuple[str, ...] = ()
-    """The function's parameters; with one named `out` it is given the result's Spec (or a tuple of them)."""
+    """The function's parameters; with one named `out` it is given the result's Spec (or a tuple of them), with one
+    named `wanted` which of the forward operator's inputs want a gradient, where its autograd node tells."""
 
     @property
     def wants_out(self) -> bool:
         """Whether the function asks for the result's shape."""
         return "out" in self.parameters
+
+    @property
+    def wants_wanted(self) -> bool:
+        """Whether the function asks which gradients somebody wants."""
+        return "wanted" in self.parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work:
         result = self.function(*args, **kwargs)
@@ -146,6 +156,16 @@ def find(op: str) -> Formula | None:
     """The formula of an operator ("aten::mm"), or None when nobody has registered one."""
     _load_families()
     return _registry.get(op)
+
+
+@cache
+def is_solver(op: str) -> bool:
+    """Whether an operator of torch's inverts, solves or decomposes matrices: n^3 FLOPs, how many depends on the kernel.
+
+    There are no formulas for them, so they are named as uncounted. `linalg_vector_norm`, which clips gradients, and
+    other point-wise work of that family is none of them.
+    """
+    return _SOLVER.fullmatch(op) is not None
 
 
 @cache

@@ -2,9 +2,10 @@
 
 Every weight matrix meets every token once, in each layer, direction and gate, projections included (the GEMMs of
 Appleyard et al., arXiv:1604.01946, section 3); packed sequences have fewer tokens, not other work. Backward needs the
-same once for the gradients of inputs and states and once for the weights'. Left out: biases, gates and other point-wise
-work. `_thnn_fused_lstm_cell` and its kin are point-wise and have no formula; where a layer is not fused (GRU and RNN on
-a CPU, packed LSTM), its `linear`s and `mm`s are seen instead.
+same once for the gradients of inputs and states and once for the weights', without the gradients that nobody wants (of
+data, of an initial state of zeros, of frozen weights); the fused operators compute those too, which is hardware work.
+Left out: biases, gates and other point-wise work. `_thnn_fused_lstm_cell` and its kin are point-wise and have no
+formula; where a layer is not fused (GRU and RNN on a CPU, packed LSTM), its `linear`s and `mm`s are seen instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flopmeter.flops.formulas import Spec, formula
+from flopmeter.flops.formulas import Spec, Work, formula
 from flopmeter.flops.formulas._product import linear_flop, tensors
 
 
@@ -30,9 +31,23 @@ def mkldnn_rnn_layer(input: Spec, weight0: Spec, weight1: Spec, *rest: Any, **op
 
 
 @formula("aten::mkldnn_rnn_layer_backward")
-def mkldnn_rnn_layer_backward(input: Spec, weight1: Spec, weight2: Spec, *rest: Any, **options: Any) -> int:
-    """Twice the forward: the operator returns every gradient, wanted or not."""
-    return 2 * linear_flop(input, weight1, weight2)
+def mkldnn_rnn_layer_backward(
+    input: Spec,
+    weight1: Spec,
+    weight2: Spec,
+    weight3: Spec,
+    weight4: Spec,
+    hx_: Spec,
+    *rest: Any,
+    wanted: Sequence[bool] | None = None,
+    **options: Any,
+) -> Work:
+    """Twice the forward, of which only what somebody wants is needed: the operator returns every gradient."""
+    wants_input, wants_first, wants_hidden, _, _, wants_state, *_ = wanted or (True,) * 6
+    first, hidden = linear_flop(input, weight1), linear_flop(input, weight2)
+    through_states = hidden if wants_state else hidden - linear_flop(hx_, weight2)
+    needed = first * (wants_input + wants_first) + hidden * wants_hidden + through_states
+    return Work(full=needed, exact=needed, hardware=2 * (first + hidden))
 
 
 @formula("aten::_cudnn_rnn", "aten::miopen_rnn")
@@ -42,13 +57,37 @@ def cudnn_rnn(input: Spec, weight: Sequence[Spec], *rest: Any, **options: Any) -
 
 
 @formula("aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward")
-def cudnn_rnn_backward(input: Spec, weight: Sequence[Spec], *rest: Any, **options: Any) -> int:
-    """Once for inputs and states, which the chain always needs, and once for the weights if their gradient is asked.
+def cudnn_rnn_backward(
+    input: Spec, weight: Sequence[Spec], weight_stride0: int, weight_buf: Spec, hx: Spec, *rest: Any, **options: Any
+) -> Work:
+    """Once for inputs and states, which the kernel always does, and once for the weights if their gradient is asked.
 
-    `output_mask` (input, hx, cx, weight) is the last argument.
+    `output_mask` (input, hx, cx, weight) is the last argument, and the last but four tells whether there is a way back.
     """
-    output_mask = options.get("output_mask", rest[-1] if rest else ())
-    return linear_flop(input, *_matrices(weight)) * (2 if output_mask[3] else 1)
+    wants_input, wants_state, _, wants_weights = options.get("output_mask", rest[-1] if rest else ())
+    is_both_ways = options.get("bidirectional", rest[-5] if len(rest) >= 5 else False)
+    flop = linear_flop(input, *_matrices(weight)) * (2 if wants_weights else 1)
+    needed = flop - _unwanted_flop(input, weight, hx, wants_input, wants_state, is_both_ways)
+    return Work(full=needed, exact=needed, hardware=flop)
+
+
+def _unwanted_flop(
+    input: Spec, weights: Sequence[Spec], hx: Spec, wants_input: bool, wants_state: bool, is_both_ways: bool
+) -> int:
+    """What goes to the input of the lowest layer, and from the first step of every layer to its initial state.
+
+    Each layer and direction has matrices for its input, its state and, where there is one, its projection.
+    """
+    if wants_input and wants_state:
+        return 0
+    num_parts, num_sequences, _ = hx.shape
+    matrices = _matrices(weights)
+    per_part = len(matrices) // num_parts
+    lowest = [matrices[part * per_part] for part in range(2 if is_both_ways else 1)]
+    flop = 0 if wants_input else linear_flop(input, *lowest)
+    if not wants_state:
+        flop += linear_flop(Spec((num_sequences, hx.shape[-1]), input.dtype), *matrices[1::per_part])
+    return flop
 
 
 @formula("aten::_lstm_mps")
@@ -69,10 +108,19 @@ def lstm_mps_backward(
     hx: Sequence[Spec],
     params: Sequence[Spec],
     *rest: Any,
+    wanted: Sequence[bool] | None = None,
     **options: Any,
-) -> int:
-    """Twice the forward: the operator returns every gradient."""
-    return 2 * linear_flop(input, *_matrices(params))
+) -> Work:
+    """Twice the forward, of which only what somebody wants is needed: the operator returns every gradient.
+
+    The last argument but one tells whether there is a way back.
+    """
+    wants_input, wants_state, _, *wants_weights = wanted or (True,) * 4
+    is_both_ways = options.get("bidirectional", rest[-2] if len(rest) >= 2 else False)
+    flop = linear_flop(input, *_matrices(params))
+    unwanted = _unwanted_flop(input, params, hx[0], wants_input, wants_state, is_both_ways)
+    needed = flop * (2 if any(wants_weights) else 1) - unwanted
+    return Work(full=needed, exact=needed, hardware=2 * flop)
 
 
 @formula("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu", composite=True)

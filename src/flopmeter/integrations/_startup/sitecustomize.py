@@ -94,8 +94,20 @@ def _run_the_other_one() -> None:
     spec.loader.exec_module(module)
 
 
-def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int) -> None:
-    if finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
+def _is_module() -> bool:
+    """Whether python is to run a module, or a folder's, which it looks for later."""
+    return sys.argv[0] == "-m" or os.path.isdir(sys.argv[0])
+
+
+def _has_failed(is_module: bool) -> bool:
+    """Whether python has just told of an error: of the program's, or that there is no such module."""
+    return hasattr(sys, "last_type") or (is_module and sys.modules["__main__"].__spec__ is None)
+
+
+def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int, is_module: bool) -> None:
+    if sys.stderr is None or finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0":
+        return
+    if _has_failed(is_module):
         return
     import json
 
@@ -106,10 +118,10 @@ def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int) -> None:
 def _start() -> None:
     settings = os.environ.pop(SETTINGS, None)
     _leave_no_trace()
-    if settings is not None:
+    if settings is not None and (_is_module() or os.path.exists(sys.argv[0])):  # else python says what is missing
         finder = _TorchFinder(settings)
         sys.meta_path.insert(0, finder)
-        atexit.register(_say_that_nothing_was_seen, finder, os.getpid())
+        atexit.register(_say_that_nothing_was_seen, finder, os.getpid(), _is_module())
     _run_the_other_one()
 
 

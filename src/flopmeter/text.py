@@ -9,6 +9,8 @@ MAX_TEXT = 200
 """Characters of a name or sentence that are shown; no honest one is longer."""
 
 UNKNOWN = "unknown"
+MAX_DECIMALS = 4
+"""Of a percentage: a smaller one is shown as 0.0."""
 
 _SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -40,14 +42,27 @@ def sentence(text: str) -> str:
     return text and text[0].upper() + text[1:] + ("" if text[-1] in ".!?…" else ".")
 
 
+def plural(number: int, noun: str) -> str:
+    """How many there are of it."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     """A share of 0 to 1 as a percentage."""
     return UNKNOWN if share is None else f"{_plain_zero(100 * share, digits):,.{digits}f} %"
 
 
-def signed(share: float | None) -> str:
+def utilisation(share: float | None) -> str:
+    """MFU and its kin: as a percentage, with two significant digits where one decimal would leave none or one."""
+    size = 0.0 if share is None else abs(100 * share)
+    if not 10.0**-MAX_DECIMALS <= size < 0.995:
+        return percent(share)
+    return percent(share, 1 - math.floor(math.log10(size)))
+
+
+def signed(share: float | None, digits: int = 0) -> str:
     """A relative change as a percentage with its sign."""
-    return UNKNOWN if share is None else f"{_plain_zero(100 * share, 0):+.0f} %"
+    return UNKNOWN if share is None else f"{_plain_zero(100 * share, digits):+.{digits}f} %"
 
 
 def points(share: float | None) -> str:
@@ -73,14 +88,20 @@ def seconds(value: float | None) -> str:
     return f"{sign}{minutes} min" if minutes < 120 else f"{sign}{minutes // 60:,} h {minutes % 60} min"
 
 
-def amount(value: float | None, unit: str) -> str:
-    """A count or a rate with a metric prefix."""
+def amount(value: float | None, unit: str, digits: int = 3, largest: str = "E") -> str:
+    """A count or a rate with a metric prefix, up to the `largest` one."""
     if value is None:
         return UNKNOWN
-    for scale, prefix in _SCALES:
+    start = next(place for place, (_, prefix) in enumerate(_SCALES) if prefix == largest)
+    for scale, prefix in _SCALES[start:]:
         if abs(value) >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
+            return f"{_significant(value / scale, digits)} {prefix}{unit}"
+    return f"{_significant(value, digits)} {unit}"
+
+
+def rate(flop_per_s: float | None, digits: int = 4) -> str:
+    """FLOP/s as data sheets state them: in TFLOP/s, however many, and less only below one."""
+    return amount(flop_per_s, "FLOP/s", digits, largest="T")
 
 
 def plain(value: float | None) -> str:
@@ -88,6 +109,11 @@ def plain(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _significant(value: float, digits: int) -> str:
+    """So many digits, and never a power of ten."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def _plain_zero(value: float, digits: int) -> float:
