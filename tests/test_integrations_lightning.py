@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,26 @@ def test_what_the_training_step_calls_is_counted(tmp_path: Path, way: str) -> No
     assert run.header.model == "Net"
     for phase in ("data_wait", "forward", "backward", "optimizer"):
         assert all(0 < share < 1 for share in run.column(f"perf/{phase}_share")[1:])
+
+
+def test_batches_that_the_step_leaves_out_tell_nothing_of_what_it_calls(tmp_path: Path) -> None:
+    class Choosy(Net):
+        def training_step(self, batch: torch.Tensor, index: int) -> Any:
+            return None if index in (0, 1, 5) else super().training_step(batch, index)
+
+    run = measured(tmp_path, Choosy("inner"))
+    assert run.column("perf/model_flop")[-1] == STEP
+    assert STEP in [event["model_flop"] for event in run.events if event["event"] == "count"]
+    assert 0 not in [event["model_flop"] for event in run.events if event["event"] == "count"]
+
+
+def test_a_callback_that_has_measured_can_be_copied_and_sent(tmp_path: Path) -> None:
+    callback = FlopmeterCallback(tmp_path, CONFIG)
+    fit(tmp_path, Net(), callbacks=[callback])
+    for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert twin.monitor is None
+        fit(tmp_path, Net(), callbacks=[twin])
+    assert len(load_run(tmp_path)) == 3 * NUM_BATCHES
 
 
 def test_the_forward_pass_inside_of_the_optimizers_step_is_not_the_optimizers(tmp_path: Path) -> None:

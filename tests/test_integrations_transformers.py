@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -104,6 +106,15 @@ class Remembered:
 def tokens_per_step(run: Run) -> list[int]:
     rates, times = run.column("perf/tokens_per_second"), run.column("perf/step_time")
     return [round(rate * time) for rate, time in zip(rates, times, strict=True)]
+
+
+def test_a_callback_that_has_measured_can_be_copied_and_sent(tmp_path: Path) -> None:
+    callback = FlopmeterCallback(tmp_path, CONFIG)
+    make_trainer(tmp_path, callbacks=[callback]).train()
+    for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert twin.monitor is None
+        make_trainer(tmp_path, callbacks=[twin]).train()
+    assert len(load_run(tmp_path)) == 3 * 6
 
 
 def test_every_optimizer_step_is_a_step_with_the_flop_and_tokens_of_its_micro_batches(tmp_path: Path) -> None:

@@ -301,6 +301,31 @@ def test_a_program_runs_with_its_output_closed(tmp_path: Path, closed: str, prog
     assert (tmp_path / "record").exists() == bool(program)
 
 
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_the_record_is_where_it_was_asked_for_wherever_the_program_goes(tmp_path: Path, moment: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    move, start = "os.chdir('elsewhere')\n", PLAIN.replace("train(12)", "")
+    program = f"{start}{move}train(12)" if moment == "before" else f"{start}train(6)\n{move}train(6)"
+    code, _, said = flopmeter_run("-o", "record", "-", stdin=program, cwd=tmp_path)
+    assert code == 0, said
+    assert load_run(tmp_path / "record").step[-1] == 12
+    assert (tmp_path / "record" / "report.html").exists()
+    assert said.strip().endswith(f"run: {tmp_path / 'record'}")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_compiled_step_of_the_optimizer_is_compiled_without_us(tmp_path: Path) -> None:
+    compiled = "@torch.compile(backend='eager')\ndef step(): optimizer.step()\n"
+    program = PLAIN.replace("def train", compiled + "def train").replace("        optimizer.step()", "        step()")
+    (tmp_path / "train.py").write_text(program)
+    code, _, said = flopmeter_run("-o", "record", "train.py", cwd=tmp_path)
+    assert code == 0, said
+    assert "Dynamo" not in said
+    run = load_run(tmp_path / "record")
+    assert run.step[-1] == 12
+    assert 0 not in run.column("perf/model_flop")
+
+
 def test_switched_off_there_is_no_record(tmp_path: Path) -> None:
     script = PROGRAMS / "gan.py"
     answer = flopmeter_run("-o", "record", script, cwd=tmp_path, env={"FLOPMETER": "off"})

@@ -52,7 +52,7 @@ def command(
     environment = dict(os.environ)
     if environment.get("FLOPMETER", "").lower() not in ("off", "0", "false", "no"):
         settings = {
-            "output_dir": str(output_dir or _default_folder(arguments)),
+            "output_dir": str((output_dir or _default_folder(arguments)).absolute()),
             "config": _settings(config, mode, sinks),
             "is_quiet": quiet,
         }
@@ -63,13 +63,14 @@ def command(
 def _checked(program: list[str]) -> list[str]:
     if not program or program == ["-m"]:
         raise typer.BadParameter("there is nothing to run: give a script, or -m and a module's name")
-    if program[0].startswith("-") and program[0] != "-m":
+    if program[0].startswith("-") and program[0] not in ("-", "-m"):
         raise typer.BadParameter(f"No such option: {program[0]}")
     return program
 
 
 def _default_folder(program: list[str]) -> Path:
-    name = program[1].rpartition(".")[2] if program[0] == "-m" else Path(program[0]).stem
+    script = "stdin" if program[0] == "-" else Path(program[0]).stem
+    name = program[1].rpartition(".")[2] if program[0] == "-m" else script
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

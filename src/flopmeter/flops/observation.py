@@ -21,7 +21,7 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
-from flopmeter.flops.patching import surround_backward
+from flopmeter.flops.patching import skip_in_compiler, surround_backward
 from flopmeter.flops.repeats import Repeats
 
 logger = logging.getLogger("flopmeter")
@@ -366,6 +366,8 @@ def _watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], N
     def leave(*_: Any) -> None:
         set_inside(False)
 
+    for hook in (enter, leave):
+        skip_in_compiler(hook.__code__, and_callees=True)
     before = register_optimizer_step_pre_hook(enter)
     after = register_optimizer_step_post_hook(leave)
     return [before.remove, after.remove]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -42,6 +43,15 @@ def hide_frame(error: BaseException) -> None:
     """
     if error.__traceback__ is not None:
         error.__traceback__ = error.__traceback__.tb_next
+
+
+def skip_in_compiler(code: CodeType, *, and_callees: bool) -> None:
+    """Tell torch's compiler to run this code as it is. The name is private: without it, hooks fall back to a guard."""
+    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    strategy, action = getattr(frames, "_FrameExecStrategy", None), getattr(frames, "_FrameAction", None)
+    if frames is not None and strategy is not None and action is not None:
+        callees = action.SKIP if and_callees else action.DEFAULT
+        frames.set_code_exec_strategy(code, strategy(action.SKIP, callees))
 
 
 def surround_backward(surround: Callable[[bool], AbstractContextManager[Any]]) -> Callable[[], None]:

@@ -11,6 +11,7 @@ Only the raw results are read: torch's own parsing costs many times more than th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import time_ns
@@ -35,6 +36,8 @@ def why_not(device_type: str) -> str | None:
         return f"steps on {device_type} are not sampled: nobody has tried it"
     if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
+    if threading.current_thread() is not threading.main_thread():
+        return "the loop does not run on the main thread, where torch's profiler wants to be started"
     return blocker()
 
 

@@ -42,6 +42,8 @@ except ModuleNotFoundError as error:
 NO_SINKS: Mapping[str, Any] = {"monitoring": {"sinks": []}}
 """The Trainer prints and logs by itself."""
 LAST_LOG_WAIT_S = 2.0
+MAX_LEFT_OUT = 8
+"""Batches that a step may leave out before we stop looking for what it calls."""
 
 Config = str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None
 
@@ -62,10 +64,15 @@ class FlopmeterCallback(Callback):
         self._has_stepped = False
         self._num_steps = 0
         self._search: _Outermost | None = None
+        self._num_left_out = 0
         self._stand_in: _StandIn | None = None
         self._phase = ExitStack()
         self._pause = ExitStack()
         self._undo = ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is sent to another process, measures for itself."""
+        return vars(FlopmeterCallback(self._output_dir, self._config))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish()
@@ -76,7 +83,7 @@ class FlopmeterCallback(Callback):
             output_dir, self._config, model=pl_module, loader=trainer.train_dataloader, finds_evaluation=False
         )
         self.monitor.start_training()
-        self._search = _Outermost(pl_module)
+        self._search, self._num_left_out = _Outermost(pl_module), 0
         self._undo.callback(_pause_in_saving(trainer, self.monitor))
 
     @harmless
@@ -99,7 +106,7 @@ class FlopmeterCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._phase.close()
-        self._end_search(pl_module)
+        self._end_search(pl_module, is_left_out=_is_nothing(outputs))
         if self.monitor is None or not self._has_stepped:
             return
         self._has_stepped = False
@@ -133,12 +140,19 @@ class FlopmeterCallback(Callback):
         if self.monitor is not None:
             _log(trainer, self.monitor.latest(LAST_LOG_WAIT_S))
 
-    def _end_search(self, pl_module: LightningModule) -> None:
-        """After the first batch: measure the one module that the step called, or the batch where there are several."""
-        search, self._search = self._search, None
+    def _end_search(self, pl_module: LightningModule, *, is_left_out: bool) -> None:
+        """After the first batch: measure the one module that the step called, or the batch where there are several.
+
+        After a batch that a step left out, the next one is looked at.
+        """
+        search = self._search
         if search is None or self.monitor is None:
             return
         search.stop()
+        if is_left_out and not search.found and self._num_left_out < MAX_LEFT_OUT:
+            self._num_left_out += 1
+            return
+        self._search = None
         if len(search.found) == 1:
             self.monitor.set_model_ref(search.found[0])
         else:
@@ -207,6 +221,11 @@ class _StandIn(nn.Module):
             super().__call__(**batch)
         else:
             super().__call__(*(batch if isinstance(batch, (list, tuple)) else (batch,)))
+
+
+def _is_nothing(outputs: Any) -> bool:
+    """Whether `training_step` gave nothing back, as it does for a batch that it leaves out."""
+    return outputs is None or (isinstance(outputs, Mapping) and not outputs)
 
 
 def _log(trainer: Trainer, perf: dict[str, float]) -> None:

@@ -200,6 +200,22 @@ def _import_apart(name: str) -> None:
         pool.submit(import_module, name).result()
 
 
+def _hide_from_compiler(*functions: Any) -> None:
+    """Have torch's compiler run these as they are, where a program compiles its optimizer's step.
+
+    As `flops.patching` does, which is not loaded for programs that may train nothing.
+    """
+    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    strategy, action = getattr(frames, "_FrameExecStrategy", None), getattr(frames, "_FrameAction", None)
+    if frames is not None and strategy is not None and action is not None:
+        for function in functions:
+            function._torchdynamo_disable = True
+            frames.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+
+
+_hide_from_compiler(Program.on_optimizer, Program.on_optimizer_end)
+
+
 def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 

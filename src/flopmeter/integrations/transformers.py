@@ -60,6 +60,10 @@ class FlopmeterCallback(TrainerCallback):
         self._phase = ExitStack()
         self._pause = ExitStack()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is sent to another process, measures for itself."""
+        return vars(FlopmeterCallback(self._output_dir, self._config))
+
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._stand_before_the_reporters()
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
-from flopmeter.flops.patching import hide_frame, replace_attribute
+from flopmeter.flops.patching import hide_frame, replace_attribute, skip_in_compiler
 from flopmeter.flops.unseen import OwnHook, hide_hooks
 
 _graph_task = torch._C._current_graph_task_id
@@ -214,7 +213,7 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
         finally:
             on_backward_end()
 
-    _skip_in_compiler(backward.__code__, and_callees=False)
+    skip_in_compiler(backward.__code__, and_callees=False)
     return replace_attribute(torch.autograd, "backward", backward)
 
 
@@ -273,14 +272,6 @@ class _Feeds:
         return not self._was_seen and iterator._dataset is self._dataset
 
 
-def _skip_in_compiler(code: CodeType, *, and_callees: bool) -> None:
-    """Tell torch's compiler to run this code as it is. The name is private: without it, hooks fall back to a guard."""
-    frames = getattr(torch._C._dynamo, "eval_frame", None)
-    strategy, action = getattr(frames, "_FrameExecStrategy", None), getattr(frames, "_FrameAction", None)
-    if frames is not None and strategy is not None and action is not None:
-        callees = action.SKIP if and_callees else action.DEFAULT
-        frames.set_code_exec_strategy(code, strategy(action.SKIP, callees))
-
-
 for _hook in (_ForwardHook, _ForwardEndHook, _OptimizerHook):
-    _skip_in_compiler(_hook.__call__.__code__, and_callees=True)
+    skip_in_compiler(_hook.__call__.__code__, and_callees=True)
+_OptimizerHook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]

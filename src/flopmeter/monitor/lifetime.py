@@ -31,7 +31,7 @@ from flopmeter.monitor.header import device_name, device_of, make_header, make_s
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.last_words import last_words
 from flopmeter.monitor.measuring import FlopSource
-from flopmeter.monitor.ranks import connect_device, join, my_rank, record_path, sink_names
+from flopmeter.monitor.ranks import connect_device, join, my_rank, record_path, seen_from_here, sink_names
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
@@ -79,9 +79,9 @@ class Lifetime:
         sign_warnings()
         self.config = MonitorConfig.load(config)
         check_sinks(self.config.sink_names)
-        self.output_dir = Path(output_dir)
-        self.run_path = self.output_dir / RUN_FILE
-        self.log_path = self.output_dir / log_file
+        self._folder = Path(output_dir).absolute()  # wherever the program goes meanwhile
+        self.run_path = self._folder / RUN_FILE
+        self.log_path = self._folder / log_file
         self._tracker = StepTracker(self._begin, self._note_failure, self._event)
         self._clock = self._tracker.clock
         self._hooks = Hooks(self._tracker)
@@ -111,6 +111,11 @@ class Lifetime:
         self._failure: str | None = None
         self._last_summary: dict[str, float] = {}
         self._model: nn.Module | None = None
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the record is, as seen from the current folder."""
+        return seen_from_here(self._folder)
 
     @property
     def num_steps(self) -> int:
@@ -160,9 +165,9 @@ class Lifetime:
             source.follow_model()  # it may have been moved since
         peaks = source.recorded_peaks if source is not None else {}
         header = {**make_header(self._model, self.config, dict(peaks)), "rank": self._rank}
-        context = SinkContext(config=self.config, output_dir=self.output_dir, header=header, rank=self._rank)
+        context = SinkContext(config=self.config, output_dir=self._folder, header=header, rank=self._rank)
         self._worker = Worker(
-            RunWriter(record_path(self.output_dir, self._rank, self.config)),
+            RunWriter(record_path(self._folder, self._rank, self.config)),
             sink_names(self.config, self._rank),
             context,
             self._digest,
@@ -320,7 +325,7 @@ class Lifetime:
         """One line where a sink is for people to read."""
         if self.is_silent_at_end or self._rank != 0 or not self.num_steps or not self.run_path.exists():
             return
-        place = f"run: {self.output_dir}" if self._report is None else f"report: {self._report}"
+        place = f"run: {self.output_dir}" if self._report is None else f"report: {seen_from_here(self._report)}"
         why_unknown = "" if self._model is not None else "no model was named"
         words = last_words(self._last_summary, self.num_steps, place, why_unknown=why_unknown)
         say_last(self.config.sink_names, f"flopmeter: {words}")

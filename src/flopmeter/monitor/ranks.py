@@ -39,6 +39,14 @@ def my_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def seen_from_here(path: Path) -> Path:
+    """Relative to the current folder where it lies below that, as most people give it."""
+    try:
+        return path.relative_to(Path.cwd())
+    except (ValueError, OSError):  # it lies elsewhere, or the current folder is gone
+        return path
+
+
 def record_path(output_dir: Path, rank: int, config: MonitorConfig) -> Path:
     """Where this rank's record goes: rank 0 keeps the job's, the others one of their own when asked, else none."""
     if rank == 0:

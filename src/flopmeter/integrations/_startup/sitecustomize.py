@@ -118,7 +118,8 @@ def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int, is_module: bool) 
 def _start() -> None:
     settings = os.environ.pop(SETTINGS, None)
     _leave_no_trace()
-    if settings is not None and (_is_module() or os.path.exists(sys.argv[0])):  # else python says what is missing
+    is_there = _is_module() or sys.argv[0] == "-" or os.path.exists(sys.argv[0])
+    if settings is not None and is_there:  # else python says what is missing
         finder = _TorchFinder(settings)
         sys.meta_path.insert(0, finder)
         atexit.register(_say_that_nothing_was_seen, finder, os.getpid(), _is_module())
