@@ -6,6 +6,7 @@ import gc
 import signal
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from flopmeter import load_run, watch
 from flopmeter.config import MonitorConfig
-from flopmeter.flops.sampled import SampledStep
+from flopmeter.flops.sampled import SampledStep, why_not
 from flopmeter.monitor.sampling import Sampling
 from flopmeter.record import Run
 from flopmeter.timing.garbage import Collections, GarbageWatch
@@ -360,6 +361,12 @@ def test_a_profiler_that_fails_is_switched_off_and_training_goes_on(
         "no more steps are profiled, because profiling failed: RuntimeError: no room"
     ]
     assert caplog.text.count("no room") == 1
+
+
+def test_off_the_main_thread_no_step_is_profiled() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert "main thread" in str(pool.submit(why_not, "cpu").result())
+    assert why_not("cpu") is None
 
 
 def test_no_step_is_profiled_beside_the_users_own_profiler(tmp_path: Path) -> None:
