@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ from flopmeter.flops.estimate import plan_of
 from flopmeter.flops.facts import facts_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
-from flopmeter.flops.prediction import MAX_KNOWN, Predictor, as_if_unpadded
+from flopmeter.flops.prediction import Predictor
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.training_state import training_state
 from flopmeter.flops.workload import Needs, Workload
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
+from flopmeter.monitor.stage import Stage, StepFlop
 from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import METRICS_BY_KEY, StepMark
 
@@ -45,32 +46,6 @@ _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
     "by_op", "by_module", "growth", "coverage", "uncounted", "method", "convention", "left_out",
 )  # fmt: skip
-
-
-class StepFlop(NamedTuple):
-    """FLOPs of one step by dtype, under the names of the peak table."""
-
-    model: Mapping[str, float]
-    hardware: Mapping[str, float]
-    processed: Mapping[str, float]
-    """Model FLOPs if padding counted as work."""
-
-
-class _Stage:
-    """What is known of the model as long as it is trained in one way."""
-
-    def __init__(self, predictor: Predictor | None) -> None:
-        self.predictor = predictor
-        self.has_count = False
-        self.is_told = False
-        self.known: dict[Workload, StepFlop] = {}
-
-    def learn(self, count: FlopCount, workload: Workload | None) -> float | None:
-        """A step was counted; gives the relative error of what had been predicted for it."""
-        error = self.predictor.learn(count, workload) if self.predictor is not None and workload else None
-        self.known = {}  # replaced, not cleared: the background thread may be reading
-        self.has_count = True
-        return error
 
 
 class FlopSource:
@@ -104,7 +79,7 @@ class FlopSource:
         self.ranks: Ranks | None = None
         """The other ranks of the job: rank 0 measures for all that do the same work."""
         self._state = training_state(models)
-        self._stage = _Stage(self._make_predictor())
+        self._stage = Stage(self._make_predictor())
         self._stages = {self._state: self._stage}
         self._turns = [(0, self._stage)]
         self._notes: dict[int, Mapping[str, Any]] = {}
@@ -247,7 +222,7 @@ class FlopSource:
             return
         self._learn(stage, *read_note(note))
 
-    def _learn(self, stage: _Stage, count: FlopCount, workload: Workload | None) -> float | None:
+    def _learn(self, stage: Stage, count: FlopCount, workload: Workload | None) -> float | None:
         error = stage.learn(count, workload)
         self._find_peaks(count)
         difference = stage.predictor.difference if stage.predictor is not None else 0.0
@@ -275,7 +250,7 @@ class FlopSource:
         state = training_state(self._roots)
         before, stage = self._stage, self._stages.get(state)
         if stage is None:
-            stage = _Stage(self._make_predictor())
+            stage = Stage(self._make_predictor())
             if stage.predictor is not None and before.predictor is not None:
                 stage.predictor.dtype = before.predictor.dtype
             kept = list(self._stages.items())[1 - MAX_STATES :]
@@ -320,19 +295,12 @@ class FlopSource:
         stage = self._stage if index is None else self._stage_at(index)
         if len(self._roots) > 1 and not stage.has_count:
             return None  # several modules called in turn have no closed form together
-        by_workload = stage.known  # a measurement that ends meanwhile must not find what was foretold without it
-        known = by_workload.get(workload)
-        predictor = stage.predictor
-        if known is None and predictor is not None:
-            found, processed = predictor.predict(workload), predictor.predict(as_if_unpadded(workload))
-            known = StepFlop(_short(found.model_flop), _short(found.hardware_flop), _short(processed.model_flop))
-            if len(by_workload) >= MAX_KNOWN:
-                by_workload.clear()
-            by_workload[workload] = known
+        known, is_new = stage.predict(workload)
+        if is_new:
             self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
         return known
 
-    def _stage_at(self, index: int) -> _Stage:
+    def _stage_at(self, index: int) -> Stage:
         turns = self._turns
         return next((stage for since, stage in reversed(turns) if index >= since), turns[0][1])
 
@@ -385,15 +353,6 @@ class FlopSource:
         self.peaks = self.peaks | {dtype: peak.flop_per_s}  # replaced: the background thread may be reading
         self.recorded_peaks[dtype] = peak.as_record()
         self._event("peak", dtype=dtype, **self.recorded_peaks[dtype])
-
-
-def _short(flop: Mapping[str, float]) -> dict[str, float]:
-    """FLOPs by the dtype names of the peak table."""
-    result: dict[str, float] = {}
-    for dtype, amount in flop.items():
-        name = normalise_dtype(dtype)
-        result[name] = result.get(name, 0.0) + amount
-    return result
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,60 @@
+"""How many FLOPs has a step, as long as the model is trained in one way? Freezing a part of it begins another stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from flopmeter.devices import normalise_dtype
+from flopmeter.flops.flop_count import FlopCount
+from flopmeter.flops.prediction import MAX_KNOWN, Predictor, as_if_unpadded
+from flopmeter.flops.workload import Workload
+
+
+class StepFlop(NamedTuple):
+    """FLOPs of one step by dtype, under the names of the peak table."""
+
+    model: Mapping[str, float]
+    hardware: Mapping[str, float]
+    processed: Mapping[str, float]
+    """Model FLOPs if padding counted as work."""
+
+
+class Stage:
+    """What was counted, and what follows from it for other batches."""
+
+    def __init__(self, predictor: Predictor | None) -> None:
+        self.predictor = predictor
+        self.has_count = False
+        self.is_told = False
+        """Whether the run file says that it has begun."""
+        self._known: dict[Workload, StepFlop] = {}
+
+    def learn(self, count: FlopCount, workload: Workload | None) -> float | None:
+        """A step was counted; gives the relative error of what had been predicted for it."""
+        error = self.predictor.learn(count, workload) if self.predictor is not None and workload else None
+        self._known = {}  # replaced, not cleared: the background thread may be reading
+        self.has_count = True
+        return error
+
+    def predict(self, workload: Workload) -> tuple[StepFlop | None, bool]:
+        """FLOPs of a step with this workload, and whether that is asked for the first time since the last count."""
+        by_workload = self._known  # a measurement that ends meanwhile must not find what was foretold without it
+        known = by_workload.get(workload)
+        if known is not None or self.predictor is None:
+            return known, False
+        found, processed = self.predictor.predict(workload), self.predictor.predict(as_if_unpadded(workload))
+        known = StepFlop(_short(found.model_flop), _short(found.hardware_flop), _short(processed.model_flop))
+        if len(by_workload) >= MAX_KNOWN:
+            by_workload.clear()
+        by_workload[workload] = known
+        return known, True
+
+
+def _short(flop: Mapping[str, float]) -> dict[str, float]:
+    """FLOPs by the dtype names of the peak table."""
+    result: dict[str, float] = {}
+    for dtype, amount in flop.items():
+        name = normalise_dtype(dtype)
+        result[name] = result.get(name, 0.0) + amount
+    return result
