@@ -41,9 +41,7 @@ class Simulated(nn.Module):
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_s: float, **device: Any) -> dict[str, Any]:
     simulated = SimulatedDevice(**device)
-    monkeypatch.setattr(
-        "flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated, num_events=256)
-    )
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256))
     model = Simulated(simulated, num_kernels=100, kernel_s=kernel_s)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
@@ -134,7 +132,7 @@ def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
 ) -> None:
     simulated = SimulatedDevice()  # while it captures, every record or query raises RuleBroken
-    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated))
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated))
 
     def lengths(batch: Batch) -> list[int]:
         assert not simulated.is_capturing, "a wait for the device, which spoils the graph"
@@ -174,7 +172,7 @@ def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
 
 def test_a_sample_that_meets_a_capture_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedDevice()
-    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated))
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
@@ -210,10 +208,10 @@ def test_a_model_that_is_moved_after_watch_is_held_against_the_device_where_it_t
         return timeline_on(simulated) if device.type == "cuda" else None
 
     monkeypatch.setattr("flopmeter.monitor.measuring.peak_flops", peak)
-    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", timeline)
-    for module in ("measuring", "training_monitor", "header"):
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", timeline)
+    for module in ("measuring", "lifetime", "header"):
         monkeypatch.setattr(f"flopmeter.monitor.{module}.device_of", lambda _: where[0])
-    monkeypatch.setattr("flopmeter.monitor.training_monitor.device_name", lambda device: f"name of {device.type}")
+    monkeypatch.setattr("flopmeter.monitor.lifetime.device_name", lambda device: f"name of {device.type}")
     monkeypatch.setattr("flopmeter.monitor.header.device_uuid", lambda _: None)
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -254,7 +252,7 @@ def test_communication_that_the_device_waits_for_reaches_the_sinks_as_a_share() 
 def test_a_phase_that_the_loop_names_is_marked_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedDevice()
     timeline = timeline_on(simulated, num_events=256)
-    monkeypatch.setattr("flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline)
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline)
     model = nn.Linear(4, 4)
     monitor = TrainingMonitor(tmp_path, CONFIG, model=model)  # no optimizer: its hooks would mark, too
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -275,9 +273,7 @@ def test_steps_that_the_device_finishes_while_the_last_numbers_come_are_in_the_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated = SimulatedDevice()
-    monkeypatch.setattr(
-        "flopmeter.monitor.training_monitor.timeline_of", lambda _: timeline_on(simulated, num_events=256)
-    )
+    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256))
     model = Simulated(simulated, num_kernels=10, kernel_s=50 * US)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)

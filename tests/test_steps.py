@@ -463,6 +463,9 @@ def test_a_device_that_is_seconds_behind_is_waited_for_once_the_count_is_read(mo
         def note_autocast(self) -> None:
             pass
 
+        def is_changed(self) -> bool:
+            return False
+
         def finish(self, seen: Callable[[], Sequence[Seen]]) -> None:
             told.append(host.now_s)
             workload = resolve(seen())

@@ -20,7 +20,7 @@ from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
-from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, sum_dtype, unmasked_share
+from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
 from flopmeter.flops.patching import skip_in_compiler, surround_backward
 from flopmeter.flops.repeats import Repeats
 
@@ -34,10 +34,6 @@ _KNOWN_NAMESPACES = frozenset(
 )
 _OPAQUE = frozenset({"DTensor", "NestedTensor"})
 """Tensors that hold others: the operators on those arrive next, with the shapes that this rank computes."""
-MAX_PAIRS = 1 << 26
-"""Most pairs that a mask given as a function is asked about, evenly spread: more would take the device's time."""
-BAND_PAIRS = 1 << 22
-"""Of them at once: more would take the device's memory."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
 _BY_HEADS = "aten::_scaled_dot_product"
@@ -205,7 +201,7 @@ class Observation:
         node: Any,
     ) -> Pairs | None:
         if formula.family == "flex_attention":
-            return _flex_pairs(bound)
+            return flex_pairs(bound)
         if formula.family in _ATTENTION_FAMILIES:
             return self._fused_pairs(op, bound, frame, node)
         if op not in SCORE_PRODUCTS:
@@ -303,32 +299,6 @@ def _needed_gradients(node: Any, key_dim: int, value_dim: int) -> float:
     query, key, value = (function is not None for function, _ in node.next_functions[:3])
     wanted = (query + key) * key_dim + value * value_dim + (query or key) * value_dim
     return wanted / (2 * key_dim + 2 * value_dim)
-
-
-def _flex_pairs(bound: Mapping[str, Any]) -> Pairs | None:
-    """flex_attention says by a function which pairs count: ask it for every pair, a band of queries at a time."""
-    block_mask, query, key = (bound.get(name) for name in ("block_mask", "query", "key"))
-    if not (isinstance(block_mask, tuple) and callable(block_mask[-1])):
-        return None
-    assert isinstance(query, torch.Tensor)
-    assert isinstance(key, torch.Tensor)
-    num_blocks = next(item for item in block_mask if isinstance(item, torch.Tensor))
-    num_batches, num_heads, num_queries, num_keys = (*num_blocks.shape[:2], query.shape[-2], key.shape[-2])
-    pairs_a_row = max(num_batches * num_heads * num_keys, 1)
-    stride = max(1, num_queries * pairs_a_row // MAX_PAIRS)
-    num_rows = max(1, BAND_PAIRS // pairs_a_row)
-    rows = torch.arange(stride // 2, num_queries, stride, device=query.device)
-    batch, head, keys = (torch.arange(size, device=query.device) for size in (num_batches, num_heads, num_keys))
-    shares = [
-        # Each index has a dimension of its own: the function is written for single pairs, and torch spreads it.
-        _share(block_mask[-1](batch[:, None, None, None], head[:, None, None], band[:, None], keys)) * len(band)
-        for band in (rows[first : first + num_rows] for first in range(0, len(rows), num_rows))
-    ]
-    return Pairs(is_attention=True, share=torch.stack(shares).sum() / max(len(rows), 1))
-
-
-def _share(allowed: torch.Tensor) -> torch.Tensor:
-    return allowed.sum(dtype=sum_dtype(allowed.device)) / max(allowed.numel(), 1)
 
 
 def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -28,6 +28,10 @@ _KEEPS_SCORES = frozenset({
     "aten::dropout", "aten::cat",
 })  # fmt: skip
 TRACKED = SCORE_PRODUCTS | _SOFTMAX | _MASKED_FILL | _ADD | _KEEPS_SCORES | {"aten::where"}
+MAX_PAIRS = 1 << 26
+"""Most pairs that a mask given as a function is asked about, evenly spread: more would take the device's time."""
+BAND_PAIRS = 1 << 22
+"""Of them at once: more would take the device's memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -109,6 +113,32 @@ def unmasked_share(
     if is_causal:
         seen = torch.arange(1, num_queries + 1, device=query_is_real.device).clamp(max=num_keys)
     return (query_is_real * seen).sum(dtype=sum_dtype(seen.device)) / max(query_is_real.numel() * num_keys, 1)
+
+
+def flex_pairs(bound: Mapping[str, Any]) -> Pairs | None:
+    """flex_attention says by a function which pairs count: ask it for every pair, a band of queries at a time."""
+    block_mask, query, key = (bound.get(name) for name in ("block_mask", "query", "key"))
+    if not (isinstance(block_mask, tuple) and callable(block_mask[-1])):
+        return None
+    assert isinstance(query, torch.Tensor)
+    assert isinstance(key, torch.Tensor)
+    num_blocks = next(item for item in block_mask if isinstance(item, torch.Tensor))
+    num_batches, num_heads, num_queries, num_keys = (*num_blocks.shape[:2], query.shape[-2], key.shape[-2])
+    pairs_a_row = max(num_batches * num_heads * num_keys, 1)
+    stride = max(1, num_queries * pairs_a_row // MAX_PAIRS)
+    num_rows = max(1, BAND_PAIRS // pairs_a_row)
+    rows = torch.arange(stride // 2, num_queries, stride, device=query.device)
+    batch, head, keys = (torch.arange(size, device=query.device) for size in (num_batches, num_heads, num_keys))
+    shares = [
+        # Each index has a dimension of its own: the function is written for single pairs, and torch spreads it.
+        _allowed_share(block_mask[-1](batch[:, None, None, None], head[:, None, None], band[:, None], keys)) * len(band)
+        for band in (rows[first : first + num_rows] for first in range(0, len(rows), num_rows))
+    ]
+    return Pairs(is_attention=True, share=torch.stack(shares).sum() / max(len(rows), 1))
+
+
+def _allowed_share(allowed: torch.Tensor) -> torch.Tensor:
+    return allowed.sum(dtype=sum_dtype(allowed.device)) / max(allowed.numel(), 1)
 
 
 def allowed_by(mask: torch.Tensor) -> torch.Tensor:

@@ -218,7 +218,9 @@ class FlopSource:
         """Measuring has failed: no more steps are measured. What is known of the model goes on being used."""
         self._has_failed = True
         self.stop()
-        message = f"no more steps are measured, because measuring failed: {type(error).__name__}: {error}"
+        self._warn(f"no more steps are measured, because measuring failed: {type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
         logger.warning("%s", message)
         self._event("warning", message=message)
 
@@ -235,9 +237,7 @@ class FlopSource:
         except Exception as error:  # noqa: BLE001 - the thread that writes the record goes on without them
             if self._counters is counters:  # else it belongs to a device that the model has left
                 self._counters = None  # not closed: what cannot be read is not asked for anything more
-            message = f"{counters.name}: no more hardware counters: {type(error).__name__}: {error}"
-            logger.warning("%s", message)
-            self._event("warning", message=message)
+            self._warn(f"{counters.name}: no more hardware counters: {type(error).__name__}: {error}")
 
     def take_count(self, note: Mapping[str, Any]) -> None:
         """Rank 0 has counted a step of the same work. Called in the background."""
@@ -352,8 +352,7 @@ class FlopSource:
         reader = open_counters(str(device), uuid=device_uuid(device))
         if isinstance(reader, Unavailable):
             instead = "the profiler" if hybrid.fallback_to_profiler else "smart mode"
-            logger.warning("%s: using %s instead", reader, instead)
-            self._event("warning", message=f"{reader}: using {instead} instead")
+            self._warn(f"{reader}: using {instead} instead")
             return None
         reader.start()
         return reader
