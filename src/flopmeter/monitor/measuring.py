@@ -177,12 +177,13 @@ class FlopSource:
         measurement.stop()
         count = measurement.result(self._settings.convention)
         workload = resolve(seen())
+        error = None
         if not count.model_flop:  # nothing was trained in it, or where it was we could not see
             self._event("warning", message=NOTHING_SEEN)
-            return
-        error = self._learn(self._stage, count, workload)
-        if self.ranks is not None and self.ranks.is_writer and workload:
-            self.ranks.publish({**note_of(count, workload), "state": self._state})
+        else:
+            error = self._learn(self._stage, count, workload)
+            if self.ranks is not None and self.ranks.is_writer and workload:
+                self.ranks.publish({**note_of(count, workload), "state": self._state})
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
         if isinstance(measurement, ObservedStep):
             self._facts = facts_of(measurement, count)
