@@ -95,7 +95,7 @@ class TestDataRules:
         assert look("cpu_preprocessing", tmp_path, PLAN.but(data_wait_s=0.004)) is None
 
     def test_on_a_gpu_a_wait_that_left_no_idle_time_is_no_finding(self, tmp_path: Path) -> None:
-        hidden = event("device_time", START_S + 2, num_steps=10, data_wait={"host_s": 1.0, "lost_s": 0.0})
+        hidden = event("device_time", START_S + 2, num_steps=10, device_s={"data_wait": 0.0})
         assert look("data_stall", tmp_path, self.waiting.but(device="cuda", events=(hidden,))) is None
 
 

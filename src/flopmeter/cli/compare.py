@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -189,16 +188,13 @@ def _table(first: str, names: Sequence[str], change: str | None) -> Table:
 
 
 def _write_page(path: Path, comparison: Comparison, runs: Sequence[Run]) -> None:
+    from flopmeter.report import write_text
     from flopmeter.report._compare_page import comparison_page
     from flopmeter.report._series import series_of
 
-    text = comparison_page(comparison, [series_of(run) for run in runs])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(comparison_page(comparison, [series_of(run) for run in runs]), path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise FlopmeterError(f"cannot write {path}: {error.strerror}") from None
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flopmeter.distributed import COMMUNICATION
-from flopmeter.timing.bound import data_wait, judge
+from flopmeter.timing.bound import judge
 from flopmeter.timing.events import DeviceStep, DeviceTimeline
 from flopmeter.timing.sharded import ShardedWaits
 
@@ -101,17 +101,9 @@ class DeviceTime:
 
 
 def summary_of(steps: list[DeviceStep]) -> dict[str, Any]:
-    """Mean seconds of a step on the device and on the host, by phase, with the verdict on who waits."""
+    """Mean seconds of a step on the device, by phase, with the verdict on who waits."""
     device_s: dict[str, float] = defaultdict(float)
-    host_s: dict[str, float] = defaultdict(float)
     for step in steps:
         for phase, time in step.phases.items():
             device_s[phase] += time.device_s / len(steps)
-            host_s[phase] += time.host_s / len(steps)
-    wait = data_wait(steps)
-    return {
-        "device_s": dict(device_s),
-        "host_s": dict(host_s),
-        "verdict": asdict(judge(steps)),
-        "data_wait": {"host_s": wait.host_s, "lost_s": wait.device_s},
-    }
+    return {"device_s": dict(device_s), "verdict": asdict(judge(steps))}

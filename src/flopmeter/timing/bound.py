@@ -1,4 +1,4 @@
-"""Does the device wait for the host, or the host for the device? And which waits for data were lost time?
+"""Does the device wait for the host, or the host for the device?
 
 The evidence is the backlog: when the host has enqueued a whole phase and the device has not even begun it, the device
 is the slower one. Where there never is any and the device ends each phase together with the host, it waits for the
@@ -39,16 +39,6 @@ class Verdict:
     """One sentence for the report."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataWait:
-    """Waiting for the next batch, as the two sides saw it."""
-
-    host_s: float
-    """Time that the host spent in the loader."""
-    device_s: float
-    """Time that the device had nothing to do because of it: this is lost."""
-
-
 def judge(steps: Iterable[DeviceStep], *, min_steps: int = MIN_STEPS) -> Verdict:
     """Tell who waits for whom over a window of steps; steps with a flaw are left out."""
     waits = [found for step in steps if (found := _waits_by_phase(step))]
@@ -62,12 +52,6 @@ def judge(steps: Iterable[DeviceStep], *, min_steps: int = MIN_STEPS) -> Verdict
         waiting_share=waiting_share,
         reason=_reason(waiting_share, len(waits)),
     )
-
-
-def data_wait(steps: Iterable[DeviceStep]) -> DataWait:
-    """Sum the waits for data, from the mark before the loader's `next` to the one after it."""
-    waits = [step.phases["data_wait"] for step in steps if "data_wait" in step.phases]
-    return DataWait(host_s=sum(wait.host_s for wait in waits), device_s=sum(wait.device_s for wait in waits))
 
 
 def _waits_by_phase(step: DeviceStep) -> dict[str, bool]:

@@ -73,7 +73,7 @@ class Split:
         """On a GPU the host's phases are not the device's: the step, less what the device did beside computing."""
         if self.window.step is None:
             return None
-        wait, lost_s = self.window.amount("perf/data_wait_share"), self._lost_to_data_s()
+        wait, lost_s = self.window.amount("perf/data_wait_share"), self._on_device("data_wait")
         wait_s = lost_s if lost_s is not None else wait.median_s if wait else 0.0
         compute_s = self.window.step.median_s - wait_s - _median_sum(events, beside) - self._usual_gc_s()
         return Ordinary(max(compute_s, 0.0), 0.0, self._num_optimizer_ops())
@@ -165,20 +165,11 @@ class Split:
         return _weighted_mean(seconds_by_event)
 
     def _data_wait(self) -> Slice | None:
-        lost_s = self._lost_to_data_s()
+        lost_s = self._on_device("data_wait")
         if lost_s is not None:
             return Slice(len(self.window) * lost_s, 0.0, "time that the device had nothing to do while the host waited")
         amount = self.window.amount("perf/data_wait_share")
         return amount and self._total(amount, "host time of every step")
-
-    def _lost_to_data_s(self) -> float | None:
-        """What the device lost to the wait for data, a step; None where there is no such device."""
-        pairs = []
-        for event in self.window.events("device_time"):
-            num_steps = number(event.get("num_steps"))
-            lost_s = number(mapping(event.get("data_wait")).get("lost_s"))
-            pairs.append((lost_s / num_steps if num_steps else math.nan, num_steps))
-        return _weighted_mean(pairs)
 
     def _exposed_communication(self) -> Slice | None:
         amount = self.window.amount("perf/exposed_communication_share")
