@@ -731,6 +731,22 @@ def test_something_else_that_is_trained_later_has_a_record_of_its_own(measure: A
     assert second.column("perf/model_flop")[-1] == 4 * LAYER
 
 
+def test_the_last_line_says_when_there_were_more_trainings_than_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flopmeter.integrations.script.MAX_RECORDS", 2)
+    gc.collect()
+    program = Program(str(tmp_path / "record"), {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}, False)
+    program.follow()
+    for _ in range(3):
+        loop = Loop()
+        loop.plain()
+        loop.plain()
+    program.finish()
+    assert capsys.readouterr().err.endswith("(the last of 2 trainings; those after it were not measured)\n")
+    assert {folder.name for folder in tmp_path.iterdir()} == {"record", "record-2"}
+
+
 def test_a_loop_that_calls_no_module_has_its_steps_timed(measure: Any) -> None:
     weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
     optimizer = torch.optim.SGD([weight], lr=0.01)

@@ -37,7 +37,6 @@ MAX_STATES = 8
 MAX_TURNS = 100
 """Changes that are remembered until the steps before them are digested."""
 CHANGED = "what is trained or checkpointed has changed: FLOPs are estimated until a step is measured again"
-NOTHING_SEEN = "a measured step showed no FLOPs: its count is not used"
 DIFFERENT = (
     "FLOPs differ between steps of the same shape by {:.0%}, as where layers are dropped at random: "
     "the mean of the measured ones is used"
@@ -177,13 +176,10 @@ class FlopSource:
         measurement.stop()
         count = measurement.result(self._settings.convention)
         workload = resolve(seen())
-        error = None
-        if not count.model_flop:  # nothing was trained in it, or where it was we could not see
-            self._event("warning", message=NOTHING_SEEN)
-        else:
-            error = self._learn(self._stage, count, workload)
-            if self.ranks is not None and self.ranks.is_writer and workload:
-                self.ranks.publish({**note_of(count, workload), "state": self._state})
+        # A count of nothing is not used: nothing was trained in the step, or where it was we could not see.
+        error = self._learn(self._stage, count, workload) if count.model_flop else None
+        if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
+            self.ranks.publish({**note_of(count, workload), "state": self._state})
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
         if isinstance(measurement, ObservedStep):
             self._facts = facts_of(measurement, count)
