@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flopmeter.text import amount, percent, plural, rate, signed, utilisation
+from flopmeter.text import amount, percent, plural, rate, sentence, signed, utilisation
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,16 @@ def test_rates_are_in_the_unit_of_data_sheets_and_counts_in_any() -> None:
 
 def test_one_is_singular() -> None:
     assert [plural(0, "step"), plural(1, "step"), plural(2000, "step")] == ["0 steps", "1 step", "2,000 steps"]
+
+
+@pytest.mark.parametrize(
+    ("remark", "written"),
+    [
+        ("raise the batch size", "Raise the batch size."),
+        ("torch.compile(model)", "torch.compile(model)."),
+        ("log_step takes tensors", "log_step takes tensors."),
+        ("", ""),
+    ],
+)
+def test_a_remark_becomes_a_sentence_and_code_stays_as_it_is(remark: str, written: str) -> None:
+    assert sentence(remark) == written

@@ -38,8 +38,9 @@ def clean(value: Any, limit: int = MAX_TEXT) -> str:
 
 
 def sentence(text: str) -> str:
-    """A remark as a sentence: a capital first, a full stop last."""
-    return text and text[0].upper() + text[1:] + ("" if text[-1] in ".!?…" else ".")
+    """A remark as a sentence: a capital first, unless it begins with code, and a full stop last."""
+    is_code = any(sign in text.partition(" ")[0] for sign in "._(")
+    return text and (text[0] if is_code else text[0].upper()) + text[1:] + ("" if text[-1] in ".!?…" else ".")
 
 
 def plural(number: int, noun: str) -> str:
