@@ -266,6 +266,13 @@ class TestPadding:
     def test_a_little_padding_is_fine(self, tmp_path: Path) -> None:
         assert look("padding_waste", tmp_path, PLAN.but(processed=1.08)) is None
 
+    def test_a_run_that_does_nothing_useful_at_all_is_not_about_padding(self, tmp_path: Path) -> None:
+        lines = PLAN.lines()
+        for line in lines:
+            if "perf/mfu" in line.get("metrics", {}):
+                line["metrics"] |= {"perf/mfu": 0.0, "perf/mfu_processed": 0.5}
+        assert RULES["padding_waste"].check(Evidence(record(tmp_path, lines))) is None
+
     def test_without_masks_it_is_not_checked(self, tmp_path: Path) -> None:
         lines = PLAN.lines()
         for line in lines:

@@ -113,6 +113,26 @@ def test_before_the_first_digested_step_nothing_is_typical() -> None:
     assert plan.spent_s == pytest.approx(0.1)
 
 
+def test_whoever_asks_gets_another_sample_and_neither_the_first_one_nor_one_after_the_end() -> None:
+    plan = plan_after(FIRST_STEPS - 1)
+    plan.ask()
+    assert plan.next_step == NEVER  # the first sample comes by itself
+    plan = plan_after(FIRST_STEPS)
+    plan.note_sampled(20, step_s=0.3, reading_s=0.1)
+    plan.ask()
+    assert plan.next_step == 0
+    plan.stop()
+    plan.ask()
+    assert plan.next_step == NEVER
+
+
+def test_a_fall_by_just_what_counts_is_none() -> None:
+    detector = RegimeDetector(min_fall=0.25, patience=1)
+    assert detector.update(0, 1.0) is None
+    assert detector.update(1, 0.75) is None  # now 0.875 is normal
+    assert detector.update(2, 0.5) == Regime(0.875, 0.5, 2)
+
+
 def test_slower_means_more_than_the_steps_scatter() -> None:
     assert is_slower([0.1] * 20, [0.112] * 20)
     # Steps of 0.09, 0.10 and 0.11 s scatter by 0.01: an excess of 0.025 is more than twice that, one of 0.019 is not.
