@@ -366,6 +366,12 @@ def test_the_training_log_is_one_ordinary_json_document(tmp_path: Path) -> None:
     assert log["total_training_time"] == pytest.approx(2.0 + 10.0)  # 100 to 102, then 500 to 510
 
 
+def test_a_start_without_a_step_takes_no_training_time(tmp_path: Path) -> None:
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER | {"started_at": 500.0}))
+    write_training_log(run, tmp_path / "training_log.json")
+    assert json.loads((tmp_path / "training_log.json").read_text())["total_training_time"] == 0.0
+
+
 def test_the_training_log_is_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "training_log.json"
     path.write_text("old")

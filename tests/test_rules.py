@@ -288,6 +288,7 @@ class TestRecompute:
         finding = find("recompute", tmp_path, self.again)
         assert finding.lost == pytest.approx(0.2)
         assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 0.25, 0.25))
+        assert finding.evidence[0].startswith("25 ms of every step")
 
     def test_a_full_gpu_needs_it(self, tmp_path: Path) -> None:
         full, half = (event("resources", START_S, metrics={"resource/gpu_memory_share": x}) for x in (0.93, 0.45))
