@@ -53,7 +53,6 @@ Steps = Annotated[
     int, BeforeValidator(_whole), Field(ge=1, le=_INT64_MAX), Allowed("a whole number of steps, 1 or more")
 ]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=_INT64_MAX), Allowed("a whole number, 1 or more")]
-RunShare = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1), Allowed("a share of the run between 0 and 1")]
 Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False), Allowed("seconds, more than 0")]
 FlopRate = Annotated[
     float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False), Allowed("FLOP/s, more than 0, such as 989.4e12")
