@@ -32,7 +32,8 @@ def run_part(run: Run, state: str) -> Part:
     """The sections and charts of one run, as they are now."""
     started = time.perf_counter()
     facts = facts_of(run)
-    part = make_part(facts["run"]["name"], body_of(facts), figures_of(facts), state)
+    figures = figures_of(facts)
+    part = make_part(facts["run"]["name"], body_of(facts, figures), figures, state)
     return part | {"again_s": round(min(max(10 * (time.perf_counter() - started), SHORTEST_S), LONGEST_S), 1)}
 
 
