@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopmeter import __version__
+from flopmeter.columns import LATEST_S
 from flopmeter.record import Run
 from flopmeter.report._charts import Figure, figures_of
 from flopmeter.report._facts import facts_of
@@ -19,9 +20,6 @@ from flopmeter.text import clean, utilisation
 
 SHORTEST_S, LONGEST_S = 2.0, 300.0
 """Between two questions of the browser: ten times what the answer took to make, within these bounds."""
-
-LATEST_S = 1e11
-"""No file is dated after the year 5000."""
 
 STATE_TEXTS = {"running": "Live", "finished": "Finished", "stopped": "Silent: stopped or killed", "runs": "Up to date"}
 
