@@ -1,4 +1,4 @@
-"""Which values of a record count, when it may hold anything? Of a column of a million, without a loop of ours."""
+"""Which values of a record are sound, when it may hold anything? Long columns are checked without a Python loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which share of the wall time since the first start went into steps that count, and where did the rest go?
+"""What share of the wall time since the first start went into steps that count, and where did the rest go?
 
     from flopmeter import load_run
     from flopmeter.goodput import goodput

@@ -1,4 +1,4 @@
-"""What may the value of a setting be, and how is it said when it is something else?
+"""What may the value of a setting be, and what is said when it is something else?
 
 Every type is strict (`true` is no number, `1` no switch) but for what YAML itself muddles: a number such as `989e12`
 arrives as text, and a lone text may stand for a list of one.

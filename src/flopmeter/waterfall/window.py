@@ -1,4 +1,4 @@
-"""What did the steps of a window take, and what does the record hold about that stretch of time?"""
+"""How long did the steps of a window take, and what else does the record say about that stretch of time?"""
 
 from __future__ import annotations
 

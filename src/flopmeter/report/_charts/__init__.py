@@ -1,4 +1,4 @@
-"""What is drawn, and which numbers stand behind it? One file of this folder per chart, named as its place in the page.
+"""What is drawn, and which numbers stand behind it? One file in this folder per chart, named as its place in the page.
 
 A chart has
 

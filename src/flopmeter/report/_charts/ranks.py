@@ -1,4 +1,4 @@
-"""How does the own work time of the ranks differ? A heat map, stragglers circled."""
+"""How much do the ranks' own work times differ? A heat map, stragglers circled."""
 
 from __future__ import annotations
 
