@@ -19,7 +19,7 @@ from flopmeter.compare import Change, Comparison, compare, names_of
 from flopmeter.compare.condition import UnknownFigureError, parse_condition
 from flopmeter.compare.noise import CONFIDENCE, MIN_STEPS, Ratio, block_length, interval, redraw
 from flopmeter.compare.predictions import check_prediction
-from flopmeter.compare.quantities import NAMES, figures_of
+from flopmeter.compare.quantities import NAMES, figures_of, ratios_of
 from flopmeter.diagnosis import Finding, Gain
 from flopmeter.errors import ConfigError
 from flopmeter.record import Run
@@ -139,7 +139,8 @@ def comparison(three: list[Run]) -> Comparison:
 
 def test_figures_are_those_of_the_whole_stretch(tmp_path: Path) -> None:
     # Two steps of 0.1 s and one of 0.2 s: rates are totals over totals, not means of rates.
-    figures = figures_of(make_run(tmp_path, [0.1, 0.1, 0.2]))
+    run = make_run(tmp_path, [0.1, 0.1, 0.2])
+    figures = figures_of(run, ratios_of(run))
     assert figures["step_time"] == pytest.approx(0.4 / 3)
     assert figures["steps_per_second"] == pytest.approx(3 / 0.4)
     assert figures["tokens_per_second"] == pytest.approx(3 * TOKENS / 0.4)
@@ -153,7 +154,8 @@ def test_marked_steps_are_left_out(tmp_path: Path) -> None:
     lines = run_lines([9.0, 0.1, 0.1])
     lines[2] |= {"marks": ["warmup"]}
     write_run(tmp_path / "a", lines)
-    assert figures_of(make_run(tmp_path / "b", [0.1, 0.1]))["mfu"] == pytest.approx(
+    run = make_run(tmp_path / "b", [0.1, 0.1])
+    assert figures_of(run, ratios_of(run))["mfu"] == pytest.approx(
         compare([make_run(tmp_path / "b", [0.1, 0.1]), _load(tmp_path / "a")]).row("mfu").values[1]
     )
 
@@ -497,7 +499,7 @@ def test_fail_if_sets_the_exit_code_with_one_line(
 
 
 def test_every_figure_can_be_named_in_a_condition(three: list[Run]) -> None:
-    assert set(NAMES) == set(figures_of(three[0]))
+    assert set(NAMES) == set(figures_of(three[0], ratios_of(three[0])))
     for name in NAMES:
         parse_condition(f"{name} < baseline", NAMES)
 

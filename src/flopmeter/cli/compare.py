@@ -62,7 +62,7 @@ def command(
     if output is not None:
         _write_page(output, comparison, loaded)
         talk.print(f"Page: {output}", soft_wrap=True, markup=False, highlight=False)
-    _demand(conditions, comparison, loaded)
+    _demand(conditions, comparison)
 
 
 def _parse_conditions(texts: list[str]) -> list[Condition]:
@@ -198,18 +198,14 @@ def _write_page(path: Path, comparison: Comparison, runs: Sequence[Run]) -> None
         raise FlopmeterError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _demand(conditions: Sequence[Condition], comparison: Comparison, runs: Sequence[Run]) -> None:
+def _demand(conditions: Sequence[Condition], comparison: Comparison) -> None:
     """One line for the first condition that a run meets, or that nobody can check; exit code 1 then."""
     from flopmeter.compare.condition import UnknownFigureError
-    from flopmeter.compare.quantities import figures_of
 
-    if not conditions:
-        return
-    baseline, *others = (figures_of(run) for run in runs)
     for condition in conditions:
-        for name, figures in zip(comparison.names[1:], others, strict=True):
+        for place, name in enumerate(comparison.names[1:], start=1):
             try:
-                left, right = condition.sides(figures, baseline)
+                left, right = condition.sides(comparison.figures(place), comparison.figures(0))
             except UnknownFigureError as error:
                 raise FlopmeterError(f"--fail-if {condition.text!r} cannot be checked for {name}: {error}") from None
             if condition.holds(left, right):

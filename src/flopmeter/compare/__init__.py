@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopmeter.compare.noise import CONFIDENCE, MIN_STEPS, interval, redraw
+from flopmeter.compare.noise import CONFIDENCE, MIN_STEPS, Ratio, interval, redraw
 from flopmeter.compare.predictions import Prediction, check_prediction
 from flopmeter.compare.quantities import QUANTITIES, Quantity, figures_of, ratios_of
 from flopmeter.compare.settings import peaks_of, settings_of
@@ -103,12 +103,16 @@ class Comparison:
         """The figure of that name."""
         return next(row for row in self.rows if row.quantity.name == name)
 
+    def figures(self, place: int) -> dict[str, float | None]:
+        """Every known figure of the run at this place."""
+        return {row.quantity.name: row.values[place] for row in self.rows}
+
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for JSON: what is not finite is None."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
 
-def compare(runs: Sequence[Run], names: Sequence[str] | None = None) -> Comparison:
+def compare(runs: Sequence[Run]) -> Comparison:
     """Hold every run against the first.
 
     Raises:
@@ -118,17 +122,18 @@ def compare(runs: Sequence[Run], names: Sequence[str] | None = None) -> Comparis
         raise ConfigError(f"compare takes 2 to {MAX_RUNS} runs, not {len(runs)}")
     from flopmeter.diagnosis import diagnose
 
+    names = names_of([run.path for run in runs])
     diagnoses = [diagnose(run) for run in runs]
     rows = _rows(runs)
     return Comparison(
-        names=tuple(names or names_of([run.path for run in runs])),
+        names=tuple(names),
         paths=tuple(str(run.path) for run in runs),
         rows=rows,
         parts=_parts(diagnoses),
         symptoms=_symptoms(diagnoses),
         settings=_differing([settings_of(run) for run in runs]),
         predictions=tuple(_prediction(runs, rows, diagnoses, place) for place in range(len(runs))),
-        notes=tuple(_notes(runs, rows)),
+        notes=tuple(_notes(runs, names, rows)),
     )
 
 
@@ -151,8 +156,9 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def _rows(runs: Sequence[Run]) -> tuple[Row, ...]:
-    figures = [figures_of(run) for run in runs]
-    draws = [_draws(run, place) for place, run in enumerate(runs)]
+    ratios = [ratios_of(run) for run in runs]
+    figures = [figures_of(run, of_run) for run, of_run in zip(runs, ratios, strict=True)]
+    draws = [_draws(of_run, place) for place, of_run in enumerate(ratios)]
     rows = []
     for quantity in QUANTITIES:
         values = tuple(of_run[quantity.name] for of_run in figures)
@@ -164,9 +170,9 @@ def _rows(runs: Sequence[Run]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _draws(run: Run, place: int) -> dict[str, list[float]]:
+def _draws(ratios: Mapping[str, Ratio], place: int) -> dict[str, list[float]]:
     # The same steps are drawn for every figure of a run: MFU and steps per second cannot come to different verdicts.
-    drawn = {name: redraw(ratio, f"{place}") for name, ratio in ratios_of(run, run.steady()).items()}
+    drawn = {name: redraw(ratio, f"{place}") for name, ratio in ratios.items()}
     return {name: draws for name, draws in drawn.items() if draws is not None}
 
 
@@ -254,8 +260,8 @@ def _speed_up(rows: Sequence[Row], before: float | None, after: float | None, pl
     return by.replace("_", " "), changes.get(by)
 
 
-def _notes(runs: Sequence[Run], rows: Sequence[Row]) -> Iterator[str]:
-    names, first = names_of([run.path for run in runs]), runs[0]
+def _notes(runs: Sequence[Run], names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    first = runs[0]
     work = next((row for row in rows if row.quantity.name == "model_flop"), None)
     for place, run in enumerate(runs[1:], start=1):
         change = work.changes[place] if work else None

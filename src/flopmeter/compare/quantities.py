@@ -63,11 +63,9 @@ _OF_STEPS -= {"goodput", "overhead_share"}
 """Figures that every step has its own value of: the run's is their mean, weighted by time."""
 
 
-def figures_of(run: Run) -> dict[str, float | None]:
+def figures_of(run: Run, ratios: Mapping[str, Ratio]) -> dict[str, float | None]:
     """Every quantity of a run, from its steady steps; None where it is unknown."""
-    steady = run.steady()
-    summary = summarise(run.columns, steady)
-    ratios = ratios_of(run, steady)
+    summary = summarise(run.columns, run.steady())
     figures: dict[str, float | None] = {name: summary.get(f"perf/{name}") for name in NAMES}
     figures |= {name: ratio.value() for name, ratio in ratios.items()}
     figures |= {f"step_time_{which}": summary.get(f"step_time_{which}_s") for which in ("median", "p95")}
@@ -75,9 +73,9 @@ def figures_of(run: Run) -> dict[str, float | None]:
     return {name: value if value is not None and abs(value) < LARGEST else None for name, value in figures.items()}
 
 
-def ratios_of(run: Run, steady: Sequence[int]) -> Mapping[str, Ratio]:
+def ratios_of(run: Run) -> Mapping[str, Ratio]:
     """The figures whose noise the steps can tell, as sums over steps."""
-    step_s = run.column("perf/step_time")
+    step_s, steady = run.column("perf/step_time"), run.steady()
     ones = array("d", [1.0]) * len(run)
     weights = {f"perf/{name}": step_s for name in _OF_STEPS if f"perf/{name}" in run.columns}
     ratios = {key.removeprefix("perf/"): _weighted(run.columns[key], by, steady) for key, by in weights.items()}

@@ -139,7 +139,7 @@ class _Views:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 2 <= len(names) <= MAX_COMPARED:
             return _text(f"choose 2 to {MAX_COMPARED} different runs to compare", 400)
-        from flopmeter.compare import compare, names_of
+        from flopmeter.compare import compare
         from flopmeter.report import _compare_page as drawn
         from flopmeter.report._series import series_of
         from flopmeter.serve.pages import make_part, whole_page
@@ -152,7 +152,7 @@ class _Views:
                 key=lambda name: (name != request.query_params.get("baseline"), opened[name].headers[0].started_at)
             )
             runs = [opened[name] for name in names]
-            comparison = compare(runs, names_of([run.path for run in runs]))
+            comparison = compare(runs)
             figures = drawn.comparison_figures(comparison, [series_of(run) for run in runs])
         chosen = "&".join(f"run={name}" for name in names)
         links, swaps = [f"/run/{name}" for name in names], [f"/compare?{chosen}&baseline={name}" for name in names]
