@@ -209,7 +209,7 @@ class Evidence:
         # A CPU copies nothing to a device: that phase is code of the loop, too.
         names = ("other",) if self.is_gpu else ("other", "host_to_device")
         amounts = [self.window.amount(f"perf/{name}_share") for name in names]
-        return max(self.num_steps * sum(amount.mean_s for amount in amounts if amount) - self.window.gc_s(), 0.0)
+        return max(self.num_steps * sum(amount.mean_s for amount in amounts if amount) - self.window.gc_s, 0.0)
 
     def gain(self, expected_s: float, *, low_s: float, high_s: float) -> Gain:
         """What saving these seconds of the window brings."""
@@ -217,7 +217,7 @@ class Evidence:
 
     def pause_s(self, pattern: str) -> float:
         """Seconds of the pauses whose name matches."""
-        named = self.window.pauses_s()
+        named = self.window.pauses_s
         return math.fsum(seconds for name, seconds in named.items() if re.search(pattern, name, re.IGNORECASE))
 
 

@@ -106,7 +106,7 @@ def assemble(split: Split) -> Waterfall:
     window = split.window
     if not window.timed:
         return Waterfall(wall_s=0.0, mfu=None, parts=(), note="no step of the window has a duration")
-    wall_s = window.steps_s + math.fsum(window.pauses_s().values())
+    wall_s = window.steps_s + math.fsum(window.pauses_s.values())
     found = {name: slice_ for name, measure in split.measures.items() if (slice_ := measure()) is not None}
     found["unexplained"] = split.remainder(wall_s, found)
     parts = tuple(

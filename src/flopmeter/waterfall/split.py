@@ -86,7 +86,7 @@ class Split:
         """Garbage collection of a step that the median step has too; rare long ones are not in it."""
         events = self.window.events("gc")
         longest_s = max(known(event.get("longest_s") for event in events), default=0.0)
-        mean_s = self.window.gc_s() / len(self.window)
+        mean_s = self.window.gc_s / len(self.window)
         return mean_s if mean_s >= RARE * longest_s else 0.0
 
     def _total(self, amount: Amount, how: str, marked_s: Sequence[float] = ()) -> Slice:
@@ -184,7 +184,7 @@ class Split:
 
     def _pauses(self) -> Slice:
         window = self.window
-        named = {**window.pauses_s(), "garbage collection": window.gc_s(), "measuring": window.surplus_s}
+        named = {**window.pauses_s, "garbage collection": window.gc_s, "measuring": window.surplus_s}
         listed = [f"{name[:40]} {seconds:.3g} s" for name, seconds in named.items() if seconds]
         num_marked = len(window) - window.num_ordinary
         uncertainty_s = window.step.deviation_s * math.sqrt(num_marked) if window.step else 0.0

@@ -90,7 +90,7 @@ class Window:
         left_out = set(untimed)
         return [place for place in self.run.marks if place in self._places and place not in left_out]
 
-    @property
+    @cached_property
     def surplus_s(self) -> float:
         """What the marked steps took beyond ordinary ones of the same work; below zero where they happened to be fast.
 
@@ -128,7 +128,8 @@ class Window:
             shares = map(operator.add, shares, self.values(key))
         return sound(array("d", map(operator.mul, self.step_s, shares)), LONGEST_S)
 
-    def pauses_s(self) -> dict[str, float]:
+    @cached_property
+    def pauses_s(self) -> Mapping[str, float]:
         """Seconds by name of the pauses between the first and the last step."""
         return by_name(pause for pause in find_pauses(self.run.events) if not self._is_beside(pause))
 
@@ -136,6 +137,7 @@ class Window:
         middle_s = pause.end_s - pause.own_s / 2  # the end may touch the window's first step
         return middle_s < self.begin_s or middle_s > self.end_s
 
+    @cached_property
     def gc_s(self) -> float:
         """Seconds that collecting garbage took in the window."""
         return math.fsum(known(event.get("duration_s") for event in self.events("gc")))

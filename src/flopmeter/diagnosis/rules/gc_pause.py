@@ -30,7 +30,7 @@ def check(evidence: Evidence) -> Finding | None:
     events = evidence.window.events("gc")
     if not events:
         raise NotCheckedError("garbage collections were not recorded (event `gc`)")
-    lost_s = evidence.window.gc_s()
+    lost_s = evidence.window.gc_s
     num = math.fsum(known((event.get("num") for event in events), MAX_COUNT))
     longest_s = max(known(event.get("longest_s") for event in events), default=math.nan)
     share = lost_s / evidence.wall_s
