@@ -43,6 +43,7 @@ PLUGIN_FOLDERS = (
     "cli",
     "diagnosis/rules",
     "report",
+    "report/_charts",
     "doctor",
     "integrations",
     "flops/formulas",

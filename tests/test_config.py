@@ -64,7 +64,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert (config.prometheus.host, config.prometheus.port) == ("127.0.0.1", 9464)
     assert (config.wandb.enabled, config.tensorboard.enabled, config.prometheus.enabled) == (False, False, False)
     assert (config.wandb.log_dataset_metrics, config.wandb.reduced_logging) == (True, False)
-    assert (config.training.logging_steps, config.training.eval_steps, config.training.save_steps) == (1, None, None)
+    assert config.training.logging_steps == 1
     assert MonitorConfig() == config == MonitorConfig.load({})
 
 
@@ -99,7 +99,13 @@ model: {id2label: {0: cat}}
     assert not performance.hybrid_mode.fallback_to_profiler
     assert performance.phase_frequency.model_dump() == {"warmup": 10, "main": 20, "finetune": 30}
     assert config.sink_names == ("console", "tensorboard", "wandb", "prometheus")
-    assert (config.training.eval_steps, config.training.save_steps) == (100, 0.5)
+    assert config.training.logging_steps == 5
+
+
+@pytest.mark.parametrize("value", [-1, 0, 0.5, 100, "epoch", "never"])
+def test_what_the_trainer_means_by_its_own_keys_is_the_trainers_business(value: Any) -> None:
+    config = MonitorConfig.load({"training": {"eval_steps": value, "save_steps": value}})
+    assert config == MonitorConfig.load({"training": {}})
 
 
 @pytest.mark.parametrize("section", ["model", "datasets", "deepspeed", "log", "trainer", "tensorboard_dir", "mode"])
@@ -268,8 +274,7 @@ def test_the_presets_say_what_the_mission_fixes() -> None:
     assert config["estimate"].monitoring.performance_monitoring.measure_flops_frequency == 0
     assert config["profiler"].measuring_interval().is_explicit
     assert (config["light"].wandb.log_dataset_metrics, config["light"].wandb.reduced_logging) == (False, True)
-    large = config["large_model"].training
-    assert (large.logging_steps, large.eval_steps, large.save_steps) == (100, 1000, 2000)
+    assert config["large_model"].training.logging_steps == 100
 
 
 def test_presets_load_from_a_wheel_without_torch_and_whatever_lies_around(tmp_path: Path) -> None:
@@ -315,7 +320,6 @@ VALID = {
     "wandb.config": st.dictionaries(st.text(max_size=5), st.integers()),
     "prometheus.port": st.integers(1, 65535),
     "training.logging_steps": steps,
-    "training.save_steps": steps | st.floats(0, 1, exclude_min=True, exclude_max=True),
 }
 
 

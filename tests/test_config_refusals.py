@@ -66,8 +66,6 @@ def refused(source: Any) -> str:
         ("prometheus.port", 0, "0", "a port from 1 to 65535"),
         ("prometheus.host", "", "''", "a host name or address"),
         ("training.logging_steps", 0, "0", "a whole number of steps, 1 or more"),
-        ("training.eval_steps", -1, "-1", "a whole number of steps, 1 or more, or a share of the run"),
-        ("training.save_steps", "never", "'never'", "a whole number of steps, 1 or more"),
     ],
 )
 def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(

@@ -73,11 +73,6 @@ def test_a_plant_that_is_off_leaves_only_the_setting_that_it_needs(plant: Any) -
     assert prepared != planted
 
 
-def test_the_command_knows_every_plant_and_workload() -> None:
-    assert tuple(plant.name for plant in PLANTS) == command.PLANTS
-    assert command.WORKLOADS == WORKLOADS
-
-
 @pytest.mark.parametrize(
     ("arguments", "meant"), [(["--plant", "slow_dik=0.5"], "'slow_disk'"), (["--workload", "gtp"], "'gpt'")]
 )

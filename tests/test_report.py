@@ -25,10 +25,10 @@ import report_runs as runs
 from flopmeter.errors import ConfigError
 from flopmeter.record import Run, load_run
 from flopmeter.report import _thin, available_formats, leave_report, render, render_facts, write_report
-from flopmeter.report._charts import figures_of, ranks_figure, timeline_figure, waterfall_figure
+from flopmeter.report._charts import CHARTS, figures_of
 from flopmeter.report._facts import facts_of
 from flopmeter.report._page import page, safe_json
-from flopmeter.report._sentences import run_line
+from flopmeter.report._sentences import SECTIONS, run_line
 from flopmeter.report._series import MAX_POINTS, series_of
 from flopmeter.report._terminal import show, spark_line
 from flopmeter.text import amount, clean, number, percent, points, seconds
@@ -102,7 +102,7 @@ def test_a_million_steps_make_a_line_of_a_few_thousand_points_with_every_outlier
     assert len(line["value"]) <= MAX_POINTS
     assert (123_456, 9.0) in zip(line["step"], line["value"], strict=True)
     assert (654_321, 0.001) in zip(line["step"], line["value"], strict=True)
-    assert len(json.dumps(timeline_figure(series_of(run)))) < 500_000
+    assert len(json.dumps(CHARTS["timeline"].figure({"series": series_of(run)}))) < 500_000
 
 
 def series_of_checked(run: Run) -> dict[str, Any]:
@@ -190,8 +190,7 @@ def test_an_unknown_peak_leaves_mfu_unknown_and_the_time_split_told(tmp_path: Pa
     facts = facts_of(run_of(tmp_path, runs.header(), *lines))
     assert facts["headline"]["mfu"] is None
     assert facts["waterfall"]["mfu"] is None
-    figure = waterfall_figure(facts["waterfall"])
-    assert figure is not None
+    figure = figures_of(facts)["waterfall"]
     assert "Observed MFU" not in figure["layout"]["yaxis"]["ticktext"]
 
 
@@ -213,8 +212,7 @@ def test_a_cpus_counters_give_the_rate_between_the_first_and_the_last_reading(tm
 
 def test_the_bars_of_the_waterfall_lead_from_100_to_the_observed_mfu(ordinary: Run) -> None:
     facts = facts_of(ordinary)
-    figure = waterfall_figure(facts["waterfall"])
-    assert figure is not None
+    figure = figures_of(facts)["waterfall"]
     bars = figure["data"][0]
     assert (bars["base"][0], bars["x"][0]) == (0, 100)
     level = 100.0
@@ -295,10 +293,18 @@ def test_the_heat_map_keeps_the_slow_rank_of_a_thousand(tmp_path: Path) -> None:
     assert len(columns) * len(columns[0]) <= 150_000
     assert {len(column) for column in columns} == {1024}
     assert sum(column[700] == 0.9 for column in columns) == 1
-    figure = ranks_figure(facts["ranks"])
-    assert figure is not None
+    figure = figures_of(facts)["ranks"]
     assert figure["data"][1]["y"] == [700]
     assert len(render_facts(facts, "html")) < 8e6
+
+
+def test_every_chart_has_a_section_a_table_and_words_for_its_figure(ordinary: Run) -> None:
+    facts = facts_of(ordinary)
+    for name, chart in CHARTS.items():
+        assert chart.SECTION in SECTIONS, name
+        assert chart.__doc__
+        assert {len(row) for row in chart.table(facts)["rows"]} <= {len(chart.table(facts)["columns"])}
+        assert not hasattr(chart, "figure") or len(chart.describe(facts)) > 10
 
 
 def test_every_format_renders_facts_into_text(ordinary: Run) -> None:

@@ -281,7 +281,8 @@ def test_a_page_takes_fresh_facts_and_keeps_its_zoom_and_open_tables(
     zoomed = steps_in_view(page)
     grown = facts_of(load_run(runs.write_run(tmp_path, runs.ordinary_lines(400))))
     page.evaluate(
-        "([body, figures]) => window.flopmeterPage.update(body, figures)", [body_of(grown), figures_of(grown)]
+        "([body, figures]) => window.flopmeterPage.update(body, figures)",
+        [body_of(grown, figures_of(grown)), figures_of(grown)],
     )
     assert "400 steps" in page.locator(".meta").inner_text()
     assert page.evaluate("Math.max(...document.querySelector('[data-figure=timeline]').data[0].x)") == 400

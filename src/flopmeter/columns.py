@@ -1,10 +1,16 @@
-"""Which values of a column count? Answered for a million of them without a loop of ours, as long as all of them do."""
+"""Which values of a record are sound, when it may hold anything? Long columns are checked without a Python loop."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+LONGEST_S = 1e9
+"""No step or pause lasts 30 years: a duration beyond it is damage, and counts as unknown."""
+LATEST_S = 1e11
+"""No run is dated after the year 5000."""
 
 
 def stretches(places: range, left_out: Iterable[int]) -> list[range]:
@@ -33,3 +39,19 @@ def sound(values: Sequence[float], limit: float) -> Sequence[float]:
 def finite(values: Sequence[float]) -> Sequence[float]:
     """Those that are finite; the very same sequence where all are."""
     return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
+
+
+def number(value: Any, limit: float = LONGEST_S) -> float:
+    """The value if it is a number from 0 up to the limit, else NaN."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < limit else math.nan
+
+
+def known(values: Iterable[Any], limit: float = LONGEST_S) -> list[float]:
+    """Those of the values that are numbers from 0 up to the limit."""
+    return [value for value in (number(value, limit) for value in values) if not math.isnan(value)]
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}

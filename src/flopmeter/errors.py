@@ -51,7 +51,6 @@ class MissingLibraryError(FlopmeterError):
         target = f"'flopmeter[{extra}]'" if extra else library
         verb = "are" if " and " in library else "is"
         super().__init__(f"{needed_for} needs {library}, which {verb} not installed: run pip install {target}")
-        self.library = library
 
 
 FEW_NAMES = 8

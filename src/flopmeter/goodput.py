@@ -1,4 +1,4 @@
-"""Which share of the wall time since the first start went into steps that count, and where did the rest go?
+"""What share of the wall time since the first start went into steps that count, and where did the rest go?
 
     from flopmeter import load_run
     from flopmeter.goodput import goodput
@@ -30,15 +30,11 @@ from itertools import accumulate, chain, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flopmeter.columns import sound
+from flopmeter.columns import LATEST_S, LONGEST_S, number, sound
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
 
-LONGEST_S = 1e9
-"""No step or pause lasts 30 years: a duration beyond it is damage, and counts as unknown."""
-LATEST_S = 1e11
-"""No run is dated after the year 5000."""
 NUM_NEIGHBOURS = 5
 """Unmarked steps on either side that a measured step is held against."""
 REACH = 200
@@ -114,7 +110,7 @@ def goodput(run: Run) -> Goodput:
         "restart_s": _total(after.at_s - before.end_s for before, after in pairwise(starts)),
         "start_up_s": _total(_start_up_s(run.time, step_s, start) for start in starts),
     }
-    pause_s = _by_name(pauses)
+    pause_s = by_name(pauses)
     wall_s = max(start.end_s for start in starts) - starts[0].at_s
     other_s = wall_s - math.fsum([*parts.values(), *pause_s.values()])
     doubt = _doubt(wall_s, other_s)
@@ -136,7 +132,7 @@ def find_pauses(events: Iterable[Mapping[str, Any]]) -> list[Pause]:
     result: list[Pause] = []
     outermost: list[tuple[float, float]] = []
     for event in events:
-        duration_s, end_s = _number(event.get("duration_s"), LONGEST_S), _number(event.get("time"), LATEST_S)
+        duration_s, end_s = number(event.get("duration_s"), LONGEST_S), number(event.get("time"), LATEST_S)
         if event.get("event") != "pause" or math.isnan(duration_s):
             continue
         inner_s = 0.0
@@ -147,7 +143,8 @@ def find_pauses(events: Iterable[Mapping[str, Any]]) -> list[Pause]:
     return result
 
 
-def _by_name(pauses: Iterable[Pause]) -> dict[str, float]:
+def by_name(pauses: Iterable[Pause]) -> dict[str, float]:
+    """Seconds of the pauses of each name."""
     total_s: dict[str, float] = {}
     for pause in pauses:
         total_s[pause.name] = total_s.get(pause.name, 0.0) + pause.own_s
@@ -156,7 +153,7 @@ def _by_name(pauses: Iterable[Pause]) -> dict[str, float]:
 
 def _starts(run: Run, step_s: array[float], pauses: Iterable[Pause]) -> list[_Start]:
     """The run, cut where each header says that it began; there is always one."""
-    known = [at_s for header in run.headers if (at_s := _number(header.started_at, LATEST_S)) > 0]
+    known = [at_s for header in run.headers if (at_s := number(header.started_at, LATEST_S)) > 0]
     # A start is never dated before the one before it, whatever the clock of its machine said.
     at = list(accumulate(known or [_beginning(run.time, step_s)], max))
     steps = _cut(run.time, at)
@@ -170,7 +167,7 @@ def _starts(run: Run, step_s: array[float], pauses: Iterable[Pause]) -> list[_St
     ]
     # Other lines only date the end of the run: some are made just before the header that they follow.
     lines = (*run.events, run.summary or {})
-    ends[-1] = max(ends[-1], _latest(_number(line.get("time"), LATEST_S) for line in lines))
+    ends[-1] = max(ends[-1], _latest(number(line.get("time"), LATEST_S) for line in lines))
     return [_Start(*parts) for parts in zip(at, steps, inside, ends, strict=True)]
 
 
@@ -195,7 +192,7 @@ def _place(at: list[float], moment_s: float) -> int:
     return max(bisect_right(at, moment_s) - 1, 0)
 
 
-def _judge_steps(number: array[int], starts: Iterable[_Start]) -> tuple[list[range], list[range]]:
+def _judge_steps(numbers: array[int], starts: Iterable[_Start]) -> tuple[list[range], list[range]]:
     """Steps that were kept, and steps that were lost: a start that begins at step n throws away n and all after it.
 
     Only as far back as the numbers fall without a jump: where a loop counts anew in each epoch, older epochs are safe.
@@ -205,13 +202,13 @@ def _judge_steps(number: array[int], starts: Iterable[_Start]) -> tuple[list[ran
     for start in starts:
         if not start.steps:
             continue
-        resumed_at, above = number[start.steps.start], math.inf
+        resumed_at, above = numbers[start.steps.start], math.inf
         while kept:
             steps = kept.pop()
             stop = steps.stop
-            while stop > steps.start and resumed_at <= number[stop - 1] <= above:
+            while stop > steps.start and resumed_at <= numbers[stop - 1] <= above:
                 stop -= 1
-                above = number[stop]
+                above = numbers[stop]
             lost.append(range(stop, steps.stop))
             if stop > steps.start:
                 kept.append(range(steps.start, stop))
@@ -275,11 +272,6 @@ def _moments(times_s: Iterable[float]) -> Iterator[float]:
 
 def _latest(times_s: Iterable[float]) -> float:
     return max(_moments(times_s), default=0.0)
-
-
-def _number(value: Any, limit: float) -> float:
-    """The value if it is a number from 0 to the limit, else NaN."""
-    return float(value) if isinstance(value, (int, float)) and 0 <= value < limit else math.nan
 
 
 def _doubt(wall_s: float, other_s: float) -> str:

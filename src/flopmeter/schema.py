@@ -13,8 +13,7 @@ SCHEMA_VERSION = 1
 
 RUN_FILE = "run.jsonl"
 
-Phase = Literal["data_wait", "host_to_device", "forward", "backward", "optimizer", "other"]
-PHASES: tuple[Phase, ...] = ("data_wait", "host_to_device", "forward", "backward", "optimizer", "other")
+PHASES = ("data_wait", "host_to_device", "forward", "backward", "optimizer", "other")
 """The parts of a step; they add up to it. Pauses (evaluation, checkpoints) lie between steps."""
 
 StepMark = Literal["warmup", "observed", "profiled"]

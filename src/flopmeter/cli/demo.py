@@ -13,6 +13,7 @@ import typer
 
 from flopmeter import text
 from flopmeter.cli._choice import choose
+from flopmeter.demo import MIN_STEPS, PLANTS, WORKLOADS, Plant, Planted, find_plant, run_demo
 from flopmeter.devices import measure_peak, peak_flops
 from flopmeter.errors import FlopmeterError, MissingLibraryError
 from flopmeter.record import load_run
@@ -23,27 +24,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from flopmeter.demo import DemoResult, Plant, Planted
+    from flopmeter.demo.training import DemoResult
 
 FOLDER = Path("runs/demo")
-WORKLOADS = ("gpt", "conv", "hf")
-PLANTS = (
-    "none",
-    "slow_disk",
-    "heavy_preprocessing",
-    "tiny_batch",
-    "eager_attention",
-    "padding",
-    "checkpointing",
-    "naive_optimizer",
-    "gc_storm",
-    "checkpoint_pause",
-    "host_sync",
-    "slow_rank",
-    "slow_network",
-    "fp64",
-)
-"""Known here as well, so that a misspelt one is refused before torch is loaded, which takes seconds."""
 MEASURE_S = 4.0
 _ROWS = (
     ("MFU", "perf/mfu", text.utilisation),
@@ -86,25 +69,25 @@ def command(
     """
     chosen = choose("--workload", workload, WORKLOADS)
     for fault in plant or ():
-        choose("--plant", fault.partition("=")[0], PLANTS)
+        choose("--plant", fault.partition("=")[0], [plant.name for plant in PLANTS])
+    if list_plants:
+        _show_plants(PLANTS, json)
+        return
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter demo", extra="torch")
     from rich.console import Console
 
     talk = Console(stderr=True, quiet=json)
     with talk.status("Loading torch ..."):
-        from flopmeter import demo
-    if list_plants:
-        _show_plants(demo.PLANTS, json)
-        return
+        from flopmeter.demo.training import pick_device
     planted = [_planted(fault) for fault in plant or ()]
-    if demo.pick_device().type == "cpu":
+    if pick_device().type == "cpu":
         _measure_cpu_once(talk)
     faults = "".join(f" with {p.plant.name} ({p.size:.3g} {p.plant.size})" for p in planted)
     folder = output_dir or _free_folder()
-    talk.print(f"Training {workload}{faults} for {seconds:.0f} s, {demo.MIN_STEPS} steps at least, into {folder} ...")
+    talk.print(f"Training {workload}{faults} for {seconds:.0f} s, {MIN_STEPS} steps at least, into {folder} ...")
     config = {"monitoring": {"sinks": [] if json else ["console"]}}
-    result = demo.run_demo(folder, seconds, config, workload=chosen, planted=planted)
+    result = run_demo(folder, seconds, config, workload=chosen, planted=planted)
     if json:
         answer = {"run": str(result.run_path), "num_steps": result.num_steps, "final_loss": result.final_loss}
         answer["planted"] = {p.plant.name: p.size for p in planted}
@@ -127,8 +110,6 @@ def _free_folder() -> Path:
 
 def _planted(fault: str) -> Planted:
     """A fault as it was asked for; without a size, one in the middle of its range."""
-    from flopmeter.demo import Planted, find_plant
-
     name, _, size = fault.partition("=")
     plant = find_plant(name)
     low, high = plant.sizes

@@ -1,4 +1,4 @@
-"""Did the run keep to what CI demands of it?  `mfu < 0.95 * baseline`
+"""Does the run meet the condition that CI sets?  `mfu < 0.95 * baseline`
 
 The grammar: names of figures, numbers, + - * /, one comparison. `baseline` is the same figure of the first run,
 `baseline.mfu` a named one of it. The expression is parsed, never executed.

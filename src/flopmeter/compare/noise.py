@@ -1,4 +1,4 @@
-"""How far could this number have come out differently, had the same run gone through other moments?
+"""How differently could this number have come out by chance alone?
 
 Steps are not independent: a slow disk or a busy neighbour slows many in a row. So whole blocks of neighbouring steps
 are drawn anew, not single ones: the circular block bootstrap (Politis and Romano 1992), with the block length of

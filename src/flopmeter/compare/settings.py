@@ -6,9 +6,9 @@ import math
 from statistics import median
 from typing import Any
 
+from flopmeter.columns import mapping
 from flopmeter.record import Run
 from flopmeter.text import rate
-from flopmeter.waterfall.window import mapping
 
 _OF_HEADER = ("model", "num_parameters", "device", "world_size", "host", "mode", "convention")
 _OF_FACTS = ("optimizer", "is_compiled", "tf32", "num_parameter_tensors", "num_ops")

@@ -21,7 +21,6 @@ from flopmeter.config.values import (
     Host,
     Mode,
     Port,
-    RunShare,
     Seconds,
     SinkNames,
     Steps,
@@ -274,13 +273,9 @@ class Prometheus(SinkSection):
 
 
 class Training(SharedSection):
-    """The trainer's own section, of which flopmeter reads three keys."""
+    """The trainer's own section, of which flopmeter reads one key."""
 
     guarded: ClassVar[tuple[str, ...]] = ("logging_steps",)
 
     logging_steps: Steps = 1
     """Send basic metrics (loss, learning rate, epoch) every so many steps."""
-    eval_steps: Steps | RunShare | None = None
-    """The trainer's: kept, not used."""
-    save_steps: Steps | RunShare | None = None
-    """The trainer's: kept, not used."""

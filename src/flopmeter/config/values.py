@@ -1,4 +1,4 @@
-"""What may the value of a setting be, and how is it said when it is something else?
+"""What may the value of a setting be, and what is said when it is something else?
 
 Every type is strict (`true` is no number, `1` no switch) but for what YAML itself muddles: a number such as `989e12`
 arrives as text, and a lone text may stand for a list of one.
@@ -53,7 +53,6 @@ Steps = Annotated[
     int, BeforeValidator(_whole), Field(ge=1, le=_INT64_MAX), Allowed("a whole number of steps, 1 or more")
 ]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=_INT64_MAX), Allowed("a whole number, 1 or more")]
-RunShare = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1), Allowed("a share of the run between 0 and 1")]
 Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False), Allowed("seconds, more than 0")]
 FlopRate = Annotated[
     float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False), Allowed("FLOP/s, more than 0, such as 989.4e12")

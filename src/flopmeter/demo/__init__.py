@@ -1,37 +1,33 @@
-"""What does flopmeter show? A small model trained for half a minute on whatever device there is, faults included."""
+"""What does flopmeter show? A small model trained for half a minute on whatever device there is, faults included.
+
+Torch is loaded by what trains, not by asking which faults there are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from flopmeter.demo.plants import PLANTS, Plant, find_plant
-from flopmeter.demo.ranks import train_on_ranks
-from flopmeter.demo.training import MIN_STEPS, DemoResult, Planted, build, train
-from flopmeter.demo.workloads import WORKLOADS, WorkloadName, recipe_for
+from flopmeter.demo.plants import PLANTS, WORKLOADS, Plant, Planted, WorkloadName, find_plant
 from flopmeter.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flopmeter.demo.training import DemoResult
 
 __all__ = [
     "MIN_STEPS",
     "PLANTS",
     "WORKLOADS",
-    "DemoResult",
     "Plant",
     "Planted",
     "WorkloadName",
     "find_plant",
-    "pick_device",
     "run_demo",
 ]
 
-
-def pick_device() -> torch.device:
-    """The accelerator that torch sees, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+MIN_STEPS = 10
+"""A shorter run has hardly a step after warm-up and count: nothing to show, however slow the machine."""
 
 
 def run_demo(
@@ -49,6 +45,12 @@ def run_demo(
         min_steps: Go on for longer where a busy machine has not done so many steps by then.
         planted: Faults. One that is off leaves the setting that it needs, so that its cost can be measured.
     """
+    import torch
+
+    from flopmeter.demo.ranks import train_on_ranks
+    from flopmeter.demo.training import build, pick_device, train
+    from flopmeter.demo.workloads import recipe_for
+
     for plant, _, _ in planted:
         if workload not in plant.workloads:
             raise ConfigError(f"{plant.name} cannot be planted in {workload}; it can in: {', '.join(plant.workloads)}")

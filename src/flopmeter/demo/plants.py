@@ -6,6 +6,7 @@
 
 So the run without the fault differs from the one with it by the fault alone, and the time that it costs can be measured
 as a ratio of the two. Sizes that are times count in ordinary steps: 0.5 costs half as much again as a healthy step.
+Torch is not loaded here: the command refuses a misspelt fault at once.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from torch import nn
-
-from flopmeter.demo.workloads import WORKLOADS, Recipe, WorkloadName
 from flopmeter.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from flopmeter.demo.workloads import Recipe
     from flopmeter.monitor import TrainingMonitor
 
+WorkloadName = Literal["gpt", "conv", "hf"]
+WORKLOADS: tuple[WorkloadName, ...] = ("gpt", "conv", "hf")
 TEXT: tuple[WorkloadName, ...] = ("gpt", "hf")
 CHECKPOINT_EVERY = 10
 _NUM_CYCLES = 2000
@@ -61,6 +64,14 @@ class Plant:
     """Processes that it takes."""
     is_sized_by_step: bool = False
     """Whether `Recipe.step_s` has to be measured first."""
+
+
+class Planted(NamedTuple):
+    """A fault, how large it is, and whether it is there."""
+
+    plant: Plant
+    size: float
+    is_on: bool = True
 
 
 def _load_in_a_worker(recipe: Recipe, size: float) -> None:
@@ -106,6 +117,8 @@ def _naive_optimizer(recipe: Recipe, size: float) -> None:
 
 
 def _double_precision(recipe: Recipe, size: float) -> None:
+    import torch
+
     recipe.dtype = torch.float64
 
 
@@ -147,6 +160,8 @@ def _checkpoint_pause(recipe: Recipe, size: float) -> None:
 
 
 def _write(model: nn.Module, file: IO[bytes]) -> None:
+    import torch
+
     file.seek(0)
     torch.save(model.state_dict(), file)
     file.flush()

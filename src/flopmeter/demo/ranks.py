@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from flopmeter.demo.training import DemoResult, Planted, build, train
+from flopmeter.demo.plants import Planted, find_plant
+from flopmeter.demo.training import DemoResult, build, train
 from flopmeter.demo.workloads import Recipe
 
 
@@ -45,8 +46,6 @@ def _run_rank(
     config: Any,
     min_steps: int,
 ) -> None:
-    from flopmeter.demo.plants import find_plant
-
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
     device = torch.device("cpu")

@@ -8,20 +8,18 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flopmeter.demo.plants import Plant
+from flopmeter.demo.plants import Planted
 from flopmeter.demo.workloads import LEARNING_RATE, Batch, Recipe, loss_of
 from flopmeter.monitor import TrainingMonitor
 
 WARMUP_STEPS, TIMED_STEPS = 3, 5
-MIN_STEPS = 10
-"""A shorter run has hardly a step after warm-up and count: nothing to show, however slow the machine."""
 ASK_EVERY = 10
 """Steps between two questions to rank 0 whether the time is over: asked at every step, it would be a fault itself."""
 
@@ -40,12 +38,10 @@ class DemoResult:
     """Loss of the last step."""
 
 
-class Planted(NamedTuple):
-    """A fault, how large it is, and whether it is there."""
-
-    plant: Plant
-    size: float
-    is_on: bool = True
+def pick_device() -> torch.device:
+    """The accelerator that torch sees, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
 
 
 def build(recipe: Recipe, planted: Sequence[Planted], device: torch.device) -> Recipe:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.naive_adam import NaiveAdam
+from flopmeter.demo.plants import WorkloadName
 from flopmeter.demo.text import SyntheticText
 from flopmeter.errors import MissingLibraryError
 
 if TYPE_CHECKING:
     from flopmeter.monitor import TrainingMonitor
 
-WorkloadName = Literal["gpt", "conv", "hf"]
-WORKLOADS: tuple[WorkloadName, ...] = ("gpt", "conv", "hf")
 SEED = 0
 LEARNING_RATE = 1e-3
 NUM_CLASSES = 10

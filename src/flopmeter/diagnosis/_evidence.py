@@ -16,12 +16,12 @@ from itertools import compress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from flopmeter.columns import LONGEST_S, known, mapping, number
 from flopmeter.diagnosis._finding import Gain, NotCheckedError
-from flopmeter.goodput import LONGEST_S
 from flopmeter.text import percent
 from flopmeter.waterfall import LABELS, assemble
 from flopmeter.waterfall.split import Split
-from flopmeter.waterfall.window import Window, known, mapping, number
+from flopmeter.waterfall.window import Window
 
 if TYPE_CHECKING:
     from flopmeter.record import Run

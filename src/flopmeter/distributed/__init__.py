@@ -187,7 +187,7 @@ class Ranks:
         is_uneven = any(greeting.is_uneven for greeting in greetings)
         self._is_alike = not is_uneven and len({greeting.digest for greeting in greetings}) == 1
         if not self._is_alike:
-            self._emit("ranks_differ", message="the ranks do not do the same work: each counts its own FLOPs")
+            self._emit("warning", message="the ranks do not do the same work: each counts its own FLOPs")
 
     def _on_plan(self, plan: Plan, count: Mapping[str, Any] | None) -> None:
         self._measures = plan.is_uneven or plan.digest != self.layout.digest

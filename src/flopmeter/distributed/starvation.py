@@ -1,4 +1,4 @@
-"""How long was a thread ready to run and got no core? Linux counts it; elsewhere nobody knows."""
+"""How long was a thread ready to run without getting a core? Linux counts it; elsewhere nobody knows."""
 
 from __future__ import annotations
 

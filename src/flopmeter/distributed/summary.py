@@ -1,4 +1,4 @@
-"""What do the ranks' packets say of the job? Pure arithmetic on a table with a value per rank and field."""
+"""What do the ranks' packets say about the job? Pure arithmetic on a table with a value per rank and field."""
 
 from __future__ import annotations
 

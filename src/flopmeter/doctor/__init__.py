@@ -1,4 +1,4 @@
-"""What of flopmeter works on this machine, what falls back, and why?
+"""Which parts of flopmeter work on this machine, which fall back, and why?
 
     for result in examine():
         print(result.name, result.standing, result.says)

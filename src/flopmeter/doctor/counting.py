@@ -1,4 +1,4 @@
-"""Does counting give what the hand gives, on this device and this torch?"""
+"""Does counting agree with a count by hand, on this device and this torch?"""
 
 from __future__ import annotations
 

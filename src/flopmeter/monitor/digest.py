@@ -1,4 +1,4 @@
-"""From what the training thread noted to the numbers of a step: runs in the background, on numbers only."""
+"""How do the training thread's notes become the numbers of a step? In the background, from numbers alone."""
 
 from __future__ import annotations
 

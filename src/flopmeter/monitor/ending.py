@@ -1,4 +1,4 @@
-"""What did the interpreter end with, and does it still know after we have closed the record?"""
+"""Which error ends the program, and does Ctrl-C still kill it once we have closed the record?"""
 
 from __future__ import annotations
 

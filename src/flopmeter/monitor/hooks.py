@@ -1,4 +1,4 @@
-"""Marks without user code: what the loop calls tells when data is waited for, and forward, backward and optimizer run.
+"""How are phases marked without user code? By hooks on what the loop calls: loader, model, backward pass, optimizer.
 
 Every function here that torch calls is skipped by its compiler, so that a compiled model stays one graph; hooks do not
 travel when the model is copied or saved; and all of it is taken away again on close.

@@ -1,4 +1,4 @@
-"""How does a run begin, follow its model and end? What `TrainingMonitor` does that no loop asks for.
+"""How does a run begin, follow its model and end? What `TrainingMonitor` does without being asked.
 
 It ties work, time and peak together; each of its parts is a module of this folder.
 """

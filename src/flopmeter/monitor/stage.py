@@ -1,4 +1,4 @@
-"""How many FLOPs has a step, as long as the model is trained in one way? Freezing a part of it begins another stage."""
+"""How many FLOPs does a step take while the model is trained in one way? Freezing a part of it begins another stage."""
 
 from __future__ import annotations
 

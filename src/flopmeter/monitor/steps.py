@@ -1,4 +1,4 @@
-"""What becomes of a step that is over? Closed when the optimizer has stepped, completed by `log_step`, handed over.
+"""What becomes of a step that is over? Closed when the optimizer steps, completed by `log_step`, then handed over.
 
 On every step only a record is made. What has its turn now and then (warm-up, measuring, details) waits for the step
 that is named beforehand.

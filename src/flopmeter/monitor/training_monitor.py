@@ -1,4 +1,4 @@
-"""What does a loop tell, and what becomes of it? `TrainingMonitor`: every method that a training loop calls."""
+"""What can a training loop tell us? `TrainingMonitor`: every method that a loop calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a loop monitored that says nothing? By hooks on what it trains with."""
+"""How is a loop monitored that tells us nothing? By hooks on what it trains with."""
 
 from __future__ import annotations
 

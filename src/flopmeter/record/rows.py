@@ -1,4 +1,4 @@
-"""How do a million lines with metrics become columns, without a look at every value?
+"""How do a million lines with metrics become columns, without looking at every value?
 
 The steps of a run have much the same keys. Once no new ones come, a parser is made for just those: it turns a line
 straight into a row of numbers and refuses whatever is unusual, which is then read with patience. Rows are dealt out to

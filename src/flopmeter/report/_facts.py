@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flopmeter import __version__
-from flopmeter.columns import at
+from flopmeter.columns import at, mapping
 from flopmeter.diagnosis import RULES, Diagnosis, diagnose
 from flopmeter.goodput import Goodput, goodput
 from flopmeter.metrics import summarise
@@ -27,7 +27,6 @@ from flopmeter.report._work import work_of
 from flopmeter.schema import RUN_FILE
 from flopmeter.text import clean, number
 from flopmeter.waterfall import LABELS
-from flopmeter.waterfall.window import mapping
 
 FACTS_VERSION = 1
 MAX_DATASETS = 100

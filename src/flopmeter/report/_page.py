@@ -1,6 +1,7 @@
 """How does HTML become one file that works offline and runs nothing but our own two scripts?
 
-    page("My run", body_of(facts), figures_of(facts))
+    figures = figures_of(facts)
+    page("My run", body_of(facts, figures), figures)
 
 `body_of` is the part that a live page renders again from fresh facts; `page.js` puts it and the figures in place.
 """
@@ -17,16 +18,15 @@ from typing import Any
 
 from flopmeter import __version__, text
 from flopmeter.errors import MissingLibraryError
-from flopmeter.report._charts import Figure, figures_of
+from flopmeter.report._charts import CHARTS, Figure, tables_of
 from flopmeter.report._sentences import sentences_of
-from flopmeter.report._tables import tables_of
 
 FOLDER = Path(__file__).with_name("_assets")
 
 
-def body_of(facts: dict[str, Any]) -> str:
+def body_of(facts: dict[str, Any], figures: dict[str, Figure]) -> str:
     """The report's sections as HTML, every text of the run escaped."""
-    values = {"facts": facts, "figures": figures_of(facts), "tables": tables_of(facts), "version": __version__}
+    values = {"facts": facts, "figures": figures, "charts": CHARTS, "tables": tables_of(facts), "version": __version__}
     html = str(template("run.html").render(values | sentences_of(facts)))
     return html.replace(" %", "&nbsp;%")  # a figure and its sign stay on one line
 

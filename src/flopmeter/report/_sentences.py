@@ -6,9 +6,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopmeter.report._counters import counters_text
-from flopmeter.text import amount, percent, plain, plural, points, seconds, utilisation
+from flopmeter.text import amount, percent, plain, plural, seconds, utilisation
 
-_SECTIONS = {
+SECTIONS = {
     "waterfall": "From peak to observed",
     "findings": "What would help",
     "timeline": "MFU and step time",
@@ -18,22 +18,24 @@ _SECTIONS = {
     "datasets": "Datasets",
     "method": "How this number was made",
 }
+"""Of every format, by the anchor in the page."""
 
 
 def sentences_of(facts: dict[str, Any]) -> dict[str, Any]:
     """Every sentence of the page, by the name that the template uses."""
-    fall_line = _fall_line(facts)
     return {
         "run_line": run_line(facts["run"]),
         "step_text": step_text(facts),
         "rate": _rate(facts["headline"]),
-        "contents": [(anchor, title) for anchor, title in _SECTIONS.items() if _has(facts, anchor)],
-        "fall_line": fall_line,
-        "fall_alt": fall_line + " " + ", ".join(_losses(facts["waterfall"])),
-        "timeline_line": _timeline_line(facts),
-        "phases_line": _phases_line(facts["phases"]),
-        "work_line": _work_line(facts["work"]),
-        "ranks_line": _ranks_line(facts["ranks"]),
+        "titles": SECTIONS,
+        "contents": {anchor: title for anchor, title in SECTIONS.items() if _has(facts, anchor)},
+        "leads": {
+            "waterfall": _fall_line(facts),
+            "timeline": _timeline_line(facts),
+            "phases": _phases_line(facts["phases"]),
+            "work": _work_line(facts["work"]),
+            "ranks": _ranks_line(facts["ranks"]),
+        },
         "method_rows": method_rows(facts),
         "remarks": remarks_of(facts),
     }
@@ -99,11 +101,6 @@ def _fall_line(facts: dict[str, Any]) -> str:
     if steady is not None and abs(steady - fall["mfu"]) >= 0.0005:
         line += f" The steady steps alone reached {utilisation(steady)}; pauses and measured steps count here too."
     return line
-
-
-def _losses(fall: dict[str, Any]) -> list[str]:
-    parts = (part for part in fall["parts"] if part["name"] != "ideal" and part["share"])
-    return [f"{part['label']} {points(-part['share'])}" for part in parts]
 
 
 def _timeline_line(facts: dict[str, Any]) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flopmeter.report._sentences import run_line, step_text
-from flopmeter.report._tables import loss_points
 from flopmeter.report._thin import evenly
-from flopmeter.text import percent, plain, seconds, signed, utilisation
+from flopmeter.text import percent, plain, points, seconds, signed, utilisation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +81,7 @@ def _show_waterfall(fall: dict[str, Any], console: Console) -> None:
     losses = [part for part in parts if part["name"] != "ideal"]
     for part in losses:
         bar = _bar(part["share"])
-        row = (f"  {part['label']:<22} ", "dim"), (f"{loss_points(part):>10}  ", ""), (bar, "yellow")
+        row = (f"  {part['label']:<22} ", "dim"), (f"{points(-part['share']):>10}  ", ""), (bar, "yellow")
         _say(console, Text.assemble(*row))
     if fall["mfu"] is not None:
         row = (

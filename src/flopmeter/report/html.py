@@ -10,4 +10,5 @@ from flopmeter.report._page import body_of, page
 
 def render(facts: dict[str, Any]) -> str:
     """The page, its script and its data in one file."""
-    return page(f"{facts['run']['name']}: MFU report", body_of(facts), figures_of(facts))
+    figures = figures_of(facts)
+    return page(f"{facts['run']['name']}: MFU report", body_of(facts, figures), figures)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flopmeter.report._sentences import method_rows, remarks_of, run_line, step_text
-from flopmeter.report._tables import Table, tables_of
+from flopmeter.report._charts import Table, tables_of
+from flopmeter.report._sentences import SECTIONS, method_rows, remarks_of, run_line, step_text
 from flopmeter.text import percent, plain, sentence, signed, utilisation
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|<>~&#])")
@@ -21,11 +21,11 @@ def render(facts: dict[str, Any]) -> str:
         escaped(run_line(facts["run"])),
         f"**{escaped(facts['headline']['verdict'])}**" if facts["headline"]["verdict"] else "",
         _headline(facts),
-        *_section("From peak to observed", tables["waterfall"]),
+        *_section(SECTIONS["waterfall"], tables["waterfall"]),
         *_findings(facts["findings"]),
-        *_section("Where a step goes", tables["phases"]),
+        *_section(SECTIONS["phases"], tables["phases"]),
         *_section("FLOPs by operator", tables["operators"]),
-        *_section("Ranks", tables["ranks"]),
+        *_section(SECTIONS["ranks"], tables["ranks"]),
         *_section("Stragglers", tables["stragglers"]),
         *_method(facts),
     ]
@@ -64,7 +64,7 @@ def _rows(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _findings(findings: list[dict[str, Any]]) -> list[str]:
-    blocks = ["## What would help"] if findings else []
+    blocks = [f"## {SECTIONS['findings']}"] if findings else []
     for place, finding in enumerate(findings, start=1):
         if not finding["is_cause"]:
             blocks += [f"{escaped(sentence(finding['title']))}", "\n".join(_bullets(finding))]
@@ -85,4 +85,4 @@ def _method(facts: dict[str, Any]) -> list[str]:
     if not other["reason"]:
         shown = ", ".join(f"{row['name']} {utilisation(row['mfu'])}" for row in other["rows"])
         rows.append(f"- The same run under other conventions: {shown}")
-    return ["## How this number was made", "\n".join(rows + [f"- {escaped(text)}" for text in remarks_of(facts)])]
+    return [f"## {SECTIONS['method']}", "\n".join(rows + [f"- {escaped(text)}" for text in remarks_of(facts)])]

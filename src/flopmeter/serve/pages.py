@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopmeter import __version__
+from flopmeter.columns import LATEST_S
 from flopmeter.record import Run
 from flopmeter.report._charts import Figure, figures_of
 from flopmeter.report._facts import facts_of
@@ -20,9 +21,6 @@ from flopmeter.text import clean, utilisation
 SHORTEST_S, LONGEST_S = 2.0, 300.0
 """Between two questions of the browser: ten times what the answer took to make, within these bounds."""
 
-LATEST_S = 1e11
-"""No file is dated after the year 5000."""
-
 STATE_TEXTS = {"running": "Live", "finished": "Finished", "stopped": "Silent: stopped or killed", "runs": "Up to date"}
 
 Part = dict[str, Any]
@@ -32,7 +30,8 @@ def run_part(run: Run, state: str) -> Part:
     """The sections and charts of one run, as they are now."""
     started = time.perf_counter()
     facts = facts_of(run)
-    part = make_part(facts["run"]["name"], body_of(facts), figures_of(facts), state)
+    figures = figures_of(facts)
+    part = make_part(facts["run"]["name"], body_of(facts, figures), figures, state)
     return part | {"again_s": round(min(max(10 * (time.perf_counter() - started), SHORTEST_S), LONGEST_S), 1)}
 
 

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from flopmeter.schema import PHASES
 
-DATA_WAIT, HOST_TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
+DATA_WAIT, HOST_TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = map(
+    PHASES.index, ("data_wait", "host_to_device", "forward", "backward", "optimizer", "other")
+)
 PAUSE = len(PHASES)
 """Time between steps, taken out of them."""
 MAX_MARKS = 4096

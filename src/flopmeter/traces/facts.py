@@ -1,4 +1,4 @@
-"""What do the steps of a trace show besides times and FLOPs: the longest kernels, waits for the device, old ways?"""
+"""What do the steps of a trace show besides times and FLOPs: the longest kernels, host syncs, eager attention?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was each kernel for, and which call launched it? On a CPU, where operators are the work, the same of them."""
+"""What was each kernel for, and which call launched it? On a CPU the operators themselves are the work."""
 
 from __future__ import annotations
 

@@ -70,18 +70,16 @@ class _JobStep:
     def metrics(self) -> dict[str, float]:
         """The step's line in a run file."""
         has_flop = not any(rank.mfu_reason for rank in self.ranks)
+        exposed = fmean(time.exposed_communication_s / time.step_s for time in self.times)
         step = Step(
             step_s=self.step_s,
+            exposed_s=exposed * self.step_s,
             model_flop=_summed([flop.model for flop in self.flops]) if has_flop else None,
             hardware_flop=_summed([flop.hardware for flop in self.flops]) if has_flop else None,
             phase_s=self._phases(),
         )
-        window = Window()
-        window.add(step)
         peaks = {dtype: peak.flop_per_s for dtype, peak in self.ranks[0].peaks.items()}
-        exposed = fmean(time.exposed_communication_s / time.step_s for time in self.times)
-        found = {"global_step": float(self.number), **window.compute(peaks, num_devices=len(self.ranks))}
-        return found | {"perf/exposed_communication_share": exposed}
+        return {"global_step": float(self.number), **Window([step]).compute(peaks, num_devices=len(self.ranks))}
 
     def _phases(self) -> dict[str, float]:
         """Mean shares of the ranks, in seconds of the job's step."""

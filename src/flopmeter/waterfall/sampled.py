@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from flopmeter.waterfall.window import known, number
+from flopmeter.columns import known, number
 
 OPERATORS = ("matmul_s", "recompute_s", "non_matmul_s")
 INSIDE = (*OPERATORS, "gap_s")

@@ -7,9 +7,10 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flopmeter.columns import known, mapping, number
 from flopmeter.text import plural, seconds
 from flopmeter.waterfall.sampled import BESIDE, Ordinary, Sampled, reduce_profiles
-from flopmeter.waterfall.window import Amount, Window, known, mapping, number
+from flopmeter.waterfall.window import Amount, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What did the steps of a window take, and what does the record hold about that stretch of time?"""
+"""How long did the steps of a window take, and what else does the record say about that stretch of time?"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from flopmeter.columns import at, sound, stretches
-from flopmeter.goodput import LATEST_S, LONGEST_S, find_pauses, surplus_s
+from flopmeter.columns import LATEST_S, LONGEST_S, at, known, number, sound, stretches
+from flopmeter.goodput import Pause, by_name, find_pauses, surplus_s
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
@@ -130,12 +130,11 @@ class Window:
 
     def pauses_s(self) -> dict[str, float]:
         """Seconds by name of the pauses between the first and the last step."""
-        total_s: dict[str, float] = {}
-        for pause in find_pauses(self.run.events):
-            middle_s = pause.end_s - pause.own_s / 2  # the end may touch the window's first step
-            if not (middle_s < self.begin_s or middle_s > self.end_s):
-                total_s[pause.name] = total_s.get(pause.name, 0.0) + pause.own_s
-        return total_s
+        return by_name(pause for pause in find_pauses(self.run.events) if not self._is_beside(pause))
+
+    def _is_beside(self, pause: Pause) -> bool:
+        middle_s = pause.end_s - pause.own_s / 2  # the end may touch the window's first step
+        return middle_s < self.begin_s or middle_s > self.end_s
 
     def gc_s(self) -> float:
         """Seconds that collecting garbage took in the window."""
@@ -159,22 +158,6 @@ class Window:
     def _is_outside(self, event: Mapping[str, Any], end_s: float) -> bool:
         time_s = number(event.get("time"), LATEST_S)
         return time_s < self.begin_s or time_s > end_s
-
-
-def number(value: Any, limit: float = LONGEST_S) -> float:
-    """The value if it is a number from 0 up to the limit, else NaN: a record may hold anything."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < limit else math.nan
-
-
-def known(values: Iterable[Any], limit: float = LONGEST_S) -> list[float]:
-    """Those of the values that are numbers from 0 up to the limit."""
-    return [value for value in (number(value, limit) for value in values) if not math.isnan(value)]
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """The value if it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def _untimed(step_s: array[float], places: range) -> list[int]:

@@ -16,10 +16,10 @@ scores and half of the matmuls (high).
 
 from __future__ import annotations
 
+from flopmeter.columns import mapping
 from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
 from flopmeter.text import percent
-from flopmeter.waterfall.window import mapping
 
 EXPLAINS = ("memory_bound",)
 """Reading and writing the scores is what the memory is busy with."""

@@ -17,13 +17,13 @@ and half of that as likely.
 
 from __future__ import annotations
 
+from flopmeter.columns import mapping, number
 from flopmeter.devices.dtypes import normalise_dtype
 from flopmeter.devices.table import find_device
 from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 from flopmeter.errors import FlopmeterError
 from flopmeter.text import percent, rate
-from flopmeter.waterfall.window import mapping, number
 
 EXPLAINS = ("memory_bound",)
 """Numbers that are twice as long take twice as long to move."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 
+from flopmeter.columns import known
 from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 from flopmeter.text import percent, seconds
-from flopmeter.waterfall.window import known
 
 MIN_SHARE = 0.03
 """A healthy loop spends well under a percent on it; one full collection in a run of seconds may reach two."""

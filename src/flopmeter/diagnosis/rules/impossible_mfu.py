@@ -15,10 +15,10 @@ hold.
 
 from __future__ import annotations
 
+from flopmeter.columns import number
 from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding
 from flopmeter.text import percent, rate
-from flopmeter.waterfall.window import number
 
 LIMIT = 1.0
 

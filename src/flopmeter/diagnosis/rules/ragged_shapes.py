@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from flopmeter.columns import known, mapping
 from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding
 from flopmeter.text import percent
-from flopmeter.waterfall.window import known, mapping
 
 MIN_LOST = 0.02
 """Below, the odd modules are small."""

@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
+from flopmeter.columns import mapping, number
 from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 from flopmeter.text import percent, seconds
-from flopmeter.waterfall.window import mapping, number
 
 EXPLAINS = ("exposed_communication",)
 """The others' wait for a slow rank shows as communication."""
