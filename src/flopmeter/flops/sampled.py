@@ -55,7 +55,7 @@ class SampledStep:
         self._model = model
         self.is_cuda = device_type == "cuda"
         """Whether kernels are recorded, by a tracer that stays attached."""
-        self._recording = Recording(with_shapes=False, with_kernels=self.is_cuda)
+        self._recording = Recording(with_shapes=False, devices=_cuda_devices(model) if self.is_cuda else ())
         self._forward: list[Span] = []
         self._backward: list[Span] = []
         self._graph_building: list[Span] = []
@@ -148,6 +148,12 @@ class _ForwardEndHook(OwnHook):
     def __call__(self, *_: Any) -> None:
         if _is_outside() and self._begun.start_ns:
             self._spans.append((self._begun.start_ns, time_ns()))
+
+
+def _cuda_devices(model: nn.Module | None) -> set[torch.device]:
+    """Those that hold its weights; where they lie elsewhere between passes, the current one."""
+    found = {parameter.device for parameter in model.parameters()} if model is not None else set()
+    return {device for device in found if device.type == "cuda"} or {torch.device("cuda")}
 
 
 def _is_outside() -> bool:
