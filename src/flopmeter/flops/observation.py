@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -265,12 +266,23 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(t.__name__ in _OPAQUE for t in types):
             return NotImplemented
         out = func(*args, **kwargs)
-        if self.is_quiet or os.getpid() != self._pid:
+        if self.is_quiet or os.getpid() != self._pid or _is_graph_made():
             return out  # in a data loader's worker, forked during the step
         # DTensor's sharding propagation tries operators on fake tensors: no work is done there.
         if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
             self._take(func, args, kwargs, out)
         return out
+
+
+def _is_graph_made() -> bool:
+    """Whether torch.compile warms up or records a CUDA graph, as it does in mode "reduce-overhead".
+
+    It then counts what is alive in the graph's memory, and ends the user's step with an error over a mask that we kept.
+    And a sum of ours would be recorded: each replay would write it to where something else may be by then.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # whoever makes such graphs has loaded it
+    lock = getattr(trees, "graph_capture_lock", None)
+    return lock is not None and bool(lock.locked())
 
 
 def _gradient_node() -> Any:
