@@ -237,7 +237,9 @@ print(json.dumps(waited_for))
     assert waited_for == ["cuda:1", "cuda:2"]
 
 
-@pytest.mark.parametrize("obstacle", ["is_current_stream_capturing = lambda: True", "synchronize = lambda device: 1 / 0"])
+@pytest.mark.parametrize(
+    "obstacle", ["is_current_stream_capturing = lambda: True", "synchronize = lambda device: 1 / 0"]
+)
 def test_a_session_ends_although_the_device_cannot_be_waited_for(obstacle: str) -> None:
     # Left running, it would crash the interpreter at its end. A wait during a capture would spoil the user's graph.
     events, was_cut_short, is_on, blocker = output_of(

@@ -195,7 +195,7 @@ def test_what_a_prefetcher_does_while_the_step_before_still_computes_is_no_part_
         kernel("ampere_sgemm", 160, 190, 104, 1),
         kernel("elementwise_kernel", 195, 200, 105, 2),
     ]
-    launches = {number: 10 * MS for number in range(101, 106)}
+    launches = dict.fromkeys(range(101, 106), 10 * MS)
     profile = reduce_cuda(cuda_ranges(), kernels, marks()._replace(launches=launches))
     assert profile is not None
     assert in_ms(dict(profile.seconds)) == {"matmul": 30, "non_matmul": 5, "gap": 5}

@@ -24,6 +24,7 @@ from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
 from flopmeter.flops.patching import skip_in_compiler, surround_backward
 from flopmeter.flops.repeats import Repeats
+from flopmeter.flops.tf32 import product_dtype, tf32_families
 
 logger = logging.getLogger("flopmeter")
 
@@ -72,6 +73,7 @@ class Observation:
         self.roots = roots
         first = next((parameter for root in roots for parameter in root.parameters()), None)
         self.device_type = first.device.type if first is not None else "cpu"
+        self._tf32_families = tf32_families(first.device if first is not None else None)
         self.facts = None if count_fake else StepFacts(self.device_type)
         self._frames = FrameTracker(roots)
         self._pairs = PairTracker()
@@ -167,7 +169,7 @@ class Observation:
                 phase=phase,
                 frame=frame,
                 op=op,
-                dtype=_dtype_of(args),
+                dtype=product_dtype(_dtype_of(args), formula.family, self._tf32_families),
                 is_attention=formula.family in _ATTENTION_FAMILIES,
                 work=work,
                 pairs=self._pairs_of(op, formula, {**bound, **kwargs}, out, frame, node),

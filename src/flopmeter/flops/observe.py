@@ -48,7 +48,9 @@ class ObservedStep(Observation):
             twin = self._count_twin(convention)
         except CountError as error:
             if is_elsewhere:
-                raise CountError(f"the forward pass was not seen, and its twin could not be counted: {error}") from error
+                raise CountError(
+                    f"the forward pass was not seen, and its twin could not be counted: {error}"
+                ) from error
             return replace(seen, left_out=(*seen.left_out, f"The uncompiled twin could not be counted: {error}"))
         recompute_flop = twin.recompute_flop
         if twin.recompute_flop and not self._hides_masks():  # the compiler decides what it computes again

@@ -153,7 +153,7 @@ class FlopSource:
                 self._event("warning", message=f"steps are not measured now: {reason}")
             self._last_blocker = reason
             return
-        measurement = ProfiledStep() if self.mode == "profiler" else ObservedStep(self._roots)
+        measurement = ProfiledStep(self._device) if self.mode == "profiler" else ObservedStep(self._roots)
         measurement.start()
         self._measurement = measurement
 
