@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from flopmeter.devices.placement import devices_of
 from flopmeter.flops import formulas
 from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
@@ -71,9 +72,9 @@ class Observation:
         self.calls: list[Call] = []
         self.uncounted: dict[str, int] = {}
         self.roots = roots
-        first = next((parameter for root in roots for parameter in root.parameters()), None)
-        self.device_type = first.device.type if first is not None else "cpu"
-        self._tf32_families = tf32_families(first.device if first is not None else None)
+        device = devices_of(nn.ModuleList(roots))[0]
+        self.device_type = device.type
+        self._tf32_families = tf32_families(device)
         self.facts = None if count_fake else StepFacts(self.device_type)
         self._frames = FrameTracker(roots)
         self._pairs = PairTracker()

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
+from flopmeter.devices.placement import devices_of
 from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.profiler_guard import Recording, blocker
 from flopmeter.flops.step_profile import Kernel, Marks, Range, Span, StepProfile, reduce_cpu, reduce_cuda
@@ -55,7 +56,7 @@ class SampledStep:
         self._model = model
         self.is_cuda = device_type == "cuda"
         """Whether kernels are recorded, by a tracer that stays attached."""
-        self._recording = Recording(with_shapes=False, devices=_cuda_devices(model) if self.is_cuda else ())
+        self._recording = Recording(with_shapes=False, devices=devices_of(model) if self.is_cuda else ())
         self._forward: list[Span] = []
         self._backward: list[Span] = []
         self._graph_building: list[Span] = []
@@ -148,12 +149,6 @@ class _ForwardEndHook(OwnHook):
     def __call__(self, *_: Any) -> None:
         if _is_outside() and self._begun.start_ns:
             self._spans.append((self._begun.start_ns, time_ns()))
-
-
-def _cuda_devices(model: nn.Module | None) -> set[torch.device]:
-    """Those that hold its weights; where they lie elsewhere between passes, the current one."""
-    found = {parameter.device for parameter in model.parameters()} if model is not None else set()
-    return {device for device in found if device.type == "cuda"} or {torch.device("cuda")}
 
 
 def _is_outside() -> bool:
