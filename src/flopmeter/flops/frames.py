@@ -53,7 +53,7 @@ class Batch:
     is_evaluation: bool = False
     """The root was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
-    """The call's arguments, kept only where an uncompiled twin may have to be counted with them."""
+    """The call's arguments, kept only where a twin may have to be counted with them."""
     autocast: tuple[str, torch.dtype] | None = None
     """The autocast around the call, kept with its arguments: the loop has left it when the twin is counted."""
 
@@ -107,6 +107,11 @@ class FrameTracker:
         """Whether any part of the roots runs compiled code."""
         return any(is_compiled(module) for root in self._roots for module in root.modules())
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether a root calls copies of its model on threads of their own, one for each device."""
+        return any(is_spread(root) for root in self._roots)
+
     def current(self) -> Frame:
         """The innermost running module."""
         return self._stack[-1] if self._stack else NO_FRAME
@@ -123,8 +128,8 @@ class FrameTracker:
         return self._frames[index] if index >= 0 else NO_FRAME
 
     def install(self) -> None:
-        """Put hooks on every module of the roots that is not inside a compiled region."""
-        keeps_arguments = self.has_compiled
+        """Put hooks on every module of the roots that is not inside a compiled region, or called on other threads."""
+        keeps_arguments = self.has_compiled or self.is_spread
         for root in self._roots:
             for path, module in _visible_modules(root):
                 enter = _EnterHook(self, path, module is root, keeps_arguments)
@@ -234,9 +239,14 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Whether it is nn.DataParallel over several devices: operators on its threads are not seen."""
+    return isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+
+
 def _visible_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     yield path, root
-    if is_compiled(root):
+    if is_compiled(root) or is_spread(root):
         return
     for name, child in root.named_children():
         yield from _visible_modules(child, f"{path}.{name}" if path else name)
