@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 
-from flopmeter.flops.arguments import CallNames, flatten
+from flopmeter.flops.arguments import CallNames, flatten, padding_mask
 from flopmeter.flops.unseen import OwnHook, hide_hooks
 from flopmeter.flops.workload import real_tokens
 
@@ -259,14 +259,17 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         return Batch()
     is_sequence = first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point())
     batch = Batch(samples=first.shape[0], length=first.shape[1] if is_sequence else None)
+    mask = padding_mask(kwargs)
+    if is_sequence:
+        _turn(batch, mask)
     pixels, grid = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
     if isinstance(pixels, torch.Tensor) and first is not pixels:
         batch.patches, batch.pixels = pixels.shape[0], pixels.shape
     elif isinstance(grid, torch.Tensor):
         batch.patches = grid.shape[0]
     if batch.length is not None:
-        batch.token_is_real = _real_tokens(kwargs.get("attention_mask"), batch)
-        batch.decoder_token_is_real = _real_tokens(kwargs.get("decoder_attention_mask"))
+        batch.token_is_real = _real_tokens(mask, batch)
+        batch.decoder_token_is_real = _real_tokens(padding_mask(kwargs, "decoder_"))
         batch.memory = _memory(kwargs.get("encoder_hidden_states"), kwargs)
     return batch
 
@@ -288,12 +291,20 @@ def _real_tokens(mask: Any, batch: Batch | None = None) -> torch.Tensor | None:
     return real_tokens(mask)
 
 
+def _turn(batch: Batch, mask: torch.Tensor | None) -> None:
+    """Torch's own layers have the sequence first by default; a mask has the samples first, always."""
+    if mask is not None and tuple(mask.shape) == (batch.length, batch.samples):
+        batch.samples, batch.length = mask.shape
+
+
 def _memory(states: Any, kwargs: Mapping[str, Any]) -> Batch | None:
     """What an encoder made, as a decoder is given it."""
     if not _has_sizes(states) or states.dim() != 3:
         return None
     memory = Batch(samples=states.shape[0], length=states.shape[1], storage=_storage(states))
-    memory.token_is_real = _real_tokens(kwargs.get("encoder_attention_mask"), memory)
+    mask = padding_mask(kwargs, "encoder_")
+    _turn(memory, mask)
+    memory.token_is_real = _real_tokens(mask, memory)
     return memory
 
 
@@ -303,7 +314,7 @@ def _decoder_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], aro
     memory = _memory(states, kwargs)
     if memory is None or around.memory is not None:
         return None  # no decoder, or a layer of one
-    text = read_batch(args, kwargs)
+    text = read_batch(args, {**kwargs, "key_padding_mask": kwargs.get("tgt_key_padding_mask")})
     if text.length is None or not (around.length or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)):
         return None  # an image's rows, which attend to a text
     text.memory = memory
