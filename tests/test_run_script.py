@@ -119,7 +119,10 @@ def test_a_module_with_relative_imports_behaves_as_under_python_m(tmp_path: Path
         "import sys\nfrom .near import value\nprint(value, sys.argv, __spec__.name)\n1/0\n"
     )
     arguments = ("-m", "package.train", "--output-dir", "x", "--quiet")
-    assert flopmeter_run("--quiet", *arguments, cwd=tmp_path) == python(*arguments, cwd=tmp_path)
+    alone = python(*arguments, cwd=tmp_path)
+    assert flopmeter_run("--quiet", *arguments, cwd=tmp_path) == alone
+    together = ("-mpackage.train", *arguments[2:])
+    assert flopmeter_run("-q", "-o", "there", *together, cwd=tmp_path) == alone
 
 
 def test_options_of_python_itself_reach_the_program(tmp_path: Path) -> None:
