@@ -734,6 +734,50 @@ def test_something_else_that_is_trained_later_has_a_record_of_its_own(measure: A
     assert second.column("perf/model_flop")[-1] == 4 * LAYER
 
 
+def test_a_training_that_begins_after_a_single_step_of_another_is_measured(measure: Any) -> None:
+    def train() -> None:
+        trial = Loop()
+        trial.backward()
+        trial.optimizer.step()
+        loop = Loop()  # made when all optimizers and modules have been looked at
+        loop.plain()
+        loop.plain()
+
+    run = measure(train)
+    assert run.step[-1] == 2 * STEPS
+    assert run.column("perf/model_flop")[-1] == 2 * LAYER
+
+
+def test_one_that_had_a_few_steps_and_never_another_is_not_waited_for_for_ever(measure: Any) -> None:
+    pair, num_alone = Pair(), MAX_TURNS_APART + 20
+
+    def train() -> None:
+        for _ in range(3):
+            pair.step_first()
+        for _ in range(num_alone):
+            pair.step_second()
+
+    run = measure(train)
+    assert run.step[-1] == num_alone
+    assert run.column("perf/model_flop")[-1] == 3 * LAYER  # forward of both, and the second's weights
+
+
+def test_optimizers_of_trainings_that_are_over_are_not_waited_for(measure: Any, tmp_path: Path) -> None:
+    folds: list[Loop] = []  # kept, as by references in a circle
+
+    def train() -> None:
+        for _ in range(4):
+            folds.append(Loop())
+            for _ in range(MAX_STRAY_TURNS + 5):
+                folds[-1].backward()
+                folds[-1].optimizer.step()
+
+    measure(train)
+    for number in (3, 4):
+        # The eighth stray turn is the first to be learned from, the ninth shows what a step is.
+        assert list(load_run(tmp_path / f"record-{number}").step) == [10, 11, 12, 13]
+
+
 def test_the_last_line_says_when_there_were_more_trainings_than_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
