@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from flopmeter import Run, TrainingMonitor, load_run
 from flopmeter.integrations._models import Calls, key_of, live, owners, parameters_of
@@ -711,6 +712,43 @@ def test_steps_and_flop_are_right_whatever_the_loop_looks_like(measure: Any, nam
     assert run.step[-1] == NUM_STEPS.get(name, STEPS)
     # One layer forward, its weights backward: no gradient flows into the input.
     assert run.column("perf/model_flop")[-1] == 2 * LAYER * ROUNDS.get(name, 1)
+
+
+def test_an_evaluation_of_averaged_weights_is_a_pause_and_no_work_of_a_step(measure: Any) -> None:
+    loop = Loop()
+    average = copy.deepcopy(loop.model)  # no module that is trained: nothing is hooked
+    rows = torch.ones(5 * BATCH, WIDTH)
+    training, held_out = (DataLoader(TensorDataset(rows), BATCH) for _ in range(2))
+
+    def train() -> None:
+        for _ in range(3):
+            for (batch,) in training:
+                loop.model(batch).square().mean().backward()
+                loop.optimizer.step()
+            with torch.no_grad():
+                for (batch,) in held_out:
+                    average(batch)
+
+    run = measure(train)
+    assert [event["after_step"] for event in run.events if event.get("name") == "eval"] == [5, 10, 15]
+    # The sixth step is to be measured, in which the evaluation falls: another one is.
+    assert set(run.column("perf/model_flop")) == {2 * LAYER}
+
+
+def test_a_second_loader_that_every_step_asks_more_than_once_is_no_evaluation(measure: Any) -> None:
+    loop = Loop()
+    first, second = (DataLoader(TensorDataset(torch.ones(2 * STEPS * BATCH, WIDTH)), BATCH) for _ in range(2))
+
+    def train() -> None:
+        ones, twos = iter(first), iter(second)
+        for _ in range(STEPS):
+            batch = torch.cat([*next(twos), *next(twos), *next(ones)])
+            loop.model(batch).square().mean().backward()
+            loop.optimizer.step()
+
+    run = measure(train)
+    warm_up = 2 + 3  # two steps to understand the loop
+    assert all(event["after_step"] < warm_up for event in run.events if event.get("name") == "eval")
 
 
 def test_skipped_steps_are_told_in_the_record(measure: Any) -> None:
