@@ -496,7 +496,9 @@ def test_a_parser_is_made_when_no_new_keys_come_and_made_anew_when_one_does() ->
     rows = Rows({}, max_columns=3)
     line = encode(step_line(1, a=1.0))
     assert rows.add_metrics({"a": 1.0, "b": 2.0})
-    assert [rows.add_metrics({"a": 1.0}) for _ in range(3)] == [True] * 3
+    assert [rows.add_metrics({"a": 1.0}) for _ in range(2)] == [True] * 2
+    assert rows.parse(line) is None  # a third line without a new one of two keys is waited for
+    assert rows.add_metrics({"a": 1.0})
     parsed = rows.parse(line)
     assert parsed is not None
     assert (parsed.metrics.key_0, math.isnan(parsed.metrics.key_1)) == (1.0, True)
@@ -623,8 +625,31 @@ def test_true_is_neither_a_number_nor_a_size(tmp_path: Path) -> None:
 def test_an_event_may_name_the_device_that_the_model_was_moved_to(tmp_path: Path, device: Any, expected: str) -> None:
     moved = {"kind": "event", "event": "device", "device": device}
     other = {"kind": "event", "event": "note", "device": "none of these"}
-    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER | {"device": "the first one"}, moved, other))
-    assert run.header.device == expected
+    before, start = HEADER | {"device": "before", "model": "other"}, HEADER | {"device": "the first one"}
+    run = load_run(write_lines(tmp_path / "run.jsonl", before, start, moved, other))
+    assert [(header.model, header.device) for header in run.headers] == [("other", "before"), ("GPT", expected)]
+
+
+def test_usual_lines_are_read_at_once_and_one_that_is_too_long_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reader_module.RunReader(Path("run.jsonl"))
+    usual = [step_line(number, a=float(number)) for number in range(9)]
+    for line in (HEADER, *usual):
+        assert reader.take(encode(line))
+    monkeypatch.setattr(reader_module, "_parse", pytest.fail)
+    assert reader.take(encode(step_line(9, a=9.0)))
+    monkeypatch.setattr(reader_module, "MAX_LINE_BYTES", 100)
+    assert not reader.take(encode(step_line(10, a=10.0)).replace(b",", b"," + b" " * 100))
+    reader.settle()
+    assert list(reader.run.column("a")) == list(range(10))
+
+
+def test_a_header_behind_a_thousand_foreign_lines_is_not_looked_for(tmp_path: Path) -> None:
+    foreign = b"{}\n" * reader_module.MAX_LINES_WITHOUT_HEADER
+    with pytest.raises(RecordError, match="no header line"):
+        load_run(write_lines(tmp_path / "run.jsonl", foreign, HEADER))
+    assert len(load_run(write_lines(tmp_path / "run.jsonl", foreign[3:], HEADER)).headers) == 1
 
 
 def test_the_name_of_a_failure_is_cut(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_recomputation_in_numbers(tmp_path: Path) -> None:
 
 
 def test_communication_in_numbers(tmp_path: Path) -> None:
-    finding = find("exposed_communication", tmp_path, PARALLEL)
+    finding = find("exposed_communication", tmp_path, PARALLEL.but(num_steps=30))
     assert finding.evidence == ("25 ms of every step, with 3 ranks",)
     assert gain_of(finding) == faster(125, 12.5, 22.5, 25)
 
@@ -387,6 +387,11 @@ def test_a_fixed_cost_in_numbers(tmp_path: Path) -> None:
         "w" * 200,
     )
     assert gain_of(finding) == faster(136, 22.5, 45 * 15 / 16, 45)
+
+
+def test_an_update_in_a_loop_is_no_part_of_a_fixed_cost(tmp_path: Path) -> None:
+    finding = find("kernel_launch", tmp_path, PLAN.but(gap_s=0.040, device="cuda", facts={"optimizer": "for-loop"}))
+    assert finding.lost == pytest.approx(40 / 136)
 
 
 def test_a_fixed_cost_without_an_update_or_operators(tmp_path: Path) -> None:

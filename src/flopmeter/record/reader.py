@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -168,8 +167,7 @@ def has_ended(path: Path) -> bool:
     """Whether there is a run file here whose last line is a summary: a further start would be added to that run."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - MAX_LINE_BYTES, 0))
+            file.seek(max(path.stat().st_size - MAX_LINE_BYTES, 0))
             last = file.read().rstrip().rpartition(b"\n")[2]
         line = _decoder.decode(last)
     except (OSError, msgspec.DecodeError):
