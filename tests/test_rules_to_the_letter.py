@@ -688,10 +688,13 @@ class TestSag:
             with pytest.raises(NotCheckedError, match="49 ordinary steps have an MFU, and it takes 50 to tell"):
                 self.look(tmp_path, mfu, step_s=20.0)
 
-    def test_a_quarter_of_an_hour_is_long_enough(self, tmp_path: Path) -> None:
+    def test_a_quarter_of_an_hour_is_long_enough(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         mfu = [0.5] * 30 + [0.25] * 30
         assert self.look(tmp_path, mfu, step_s=15.0) is not None  # 60 steps: 900 s, exactly
         with pytest.raises(NotCheckedError, match="shorter than 15 minutes"):
+            self.look(tmp_path, mfu, step_s=14.9)
+        monkeypatch.setattr("flopmeter.diagnosis.rules.slow_sag.MIN_LENGTH_S", 6000.0)
+        with pytest.raises(NotCheckedError, match="shorter than 100 minutes"):
             self.look(tmp_path, mfu, step_s=14.9)
 
     def test_steps_are_judged_by_what_they_computed(self, tmp_path: Path) -> None:
