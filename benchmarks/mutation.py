@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("test_schedule.py", "test_sampling.py", "test_timing.py"),
     ),
     "record": (("record/*.py",), ("test_record.py", "test_training_monitor.py")),
-    "rules": (("diagnosis/rules/*.py",), ("test_rules.py", "test_diagnosis.py")),
+    "rules": (("diagnosis/rules/*.py",), ("test_rules.py", "test_rules_to_the_letter.py", "test_diagnosis.py")),
 }
 """Which files, and which tests have to notice."""
 
