@@ -17,7 +17,6 @@ import contextlib
 import io
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -25,7 +24,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +32,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import truth
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 1
 LENGTH = 8192
@@ -213,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", help="comma-separated names, or none; all by default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one model, one peer, once, to see that it runs")
-    parser.add_argument("--record", type=Path, help="write the result to this file")
+    add_record_option(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -239,18 +238,8 @@ def main() -> int:
     missed = missed_goals(results)
     for goal in missed:
         print(f"goal missed, {goal}")
-    summary = {
-        "benchmark": "count_speed",
-        "version": BENCHMARK_VERSION,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, shared, no GPU",
-        "installed": installed_versions(),
-        "length": LENGTH,
-        "missed": missed,
-        "results": results,
-    }
-    if arguments.record:
-        arguments.record.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(summary))
+    figures = {"installed": installed_versions(), "length": LENGTH, "missed": missed, "results": results}
+    finish("count_speed", BENCHMARK_VERSION, figures, arguments.record)
     return int(bool(missed))
 
 

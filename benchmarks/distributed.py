@@ -1,6 +1,6 @@
 """What do rank statistics cost, and how does that grow with the number of ranks?
 
-    python benchmarks/distributed.py [--ranks 2 4 8] [--steps 3000] [--quick]
+    python benchmarks/distributed.py [--ranks 2 4 8] [--steps 3000] [--quick] [--record FILE]
 
 For each number of ranks one job trains a small GPT under DDP, the one of `overhead.py`. Its monitor takes part in the
 statistics in every other block of steps: waits are timed, packets are left and read; in the blocks between it does not.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from flopmeter.distributed.exchange import FLAT_RANKS, GROUP_RANKS
 from flopmeter.distributed.packet import FIELDS, PACKET_BYTES, unpack
 from flopmeter.distributed.stragglers import StragglerWatch
 from flopmeter.distributed.summary import JobScale, describe, metrics_of, scale_of
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 2
 EVERY = 50
@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", "--short", action="store_true", help="two ranks and a few blocks, to see that it runs"
     )
+    add_record_option(parser)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -223,11 +224,8 @@ def main() -> None:
     measured = [launch(num_ranks, num_steps) for num_ranks in ranks]
     simulated = [simulate(num_ranks) for num_ranks in SIMULATED]
     show(measured, simulated)
-    machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
-    print(json.dumps({
-        "benchmark": "distributed", "version": BENCHMARK_VERSION, "machine": machine, "every": EVERY, "goal": GOAL,
-        "measured": measured, "simulated": simulated,
-    }))  # fmt: skip
+    figures = {"every": EVERY, "goal": GOAL, "measured": measured, "simulated": simulated}
+    finish("distributed", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

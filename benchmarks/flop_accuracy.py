@@ -1,6 +1,6 @@
 """Who counts a training step's FLOPs right? flopmeter and its peers on the same steps, as counted / true.
 
-    python benchmarks/flop_accuracy.py [--rows llama_sdpa,lstm] [--peers none] [--quick]
+    python benchmarks/flop_accuracy.py [--rows llama_sdpa,lstm] [--peers none] [--quick] [--record FILE]
 
 Peers are judged by the `full` convention, the only one they know; flopmeter by both. Every counter runs in a process of
 its own, because several patch torch and some do not clean up when they fail. The last line printed is JSON.
@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import os
-import platform
 import subprocess
 import sys
 import warnings
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from outcome import add_record_option, finish
 from peers import PEERS, installed_versions
 from rows import ROWS, Row
 
@@ -260,6 +260,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", help="comma-separated names; all by default")
     parser.add_argument("--peers", help="comma-separated names, or none; all by default")
     parser.add_argument("--quick", action="store_true", help="a few rows and peers, to see that it runs")
+    add_record_option(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -287,16 +288,8 @@ def main() -> None:
     seven = seven_billion()
     Console(width=160).print(seven_billion_table(seven))
     rows = {name: describe_row(ROWS[name], {counter: records[counter][name] for counter in records}) for name in names}
-    result = {
-        "benchmark": "flop_accuracy",
-        "version": BENCHMARK_VERSION,
-        "machine": {"cpu": platform.machine(), "cpus": os.cpu_count(), "system": platform.system()},
-        "installed": installed_versions(),
-        "summary": summary,
-        "seven_billion": seven,
-        "rows": rows,
-    }
-    print(json.dumps(result))
+    figures = {"installed": installed_versions(), "summary": summary, "seven_billion": seven, "rows": rows}
+    finish("flop_accuracy", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

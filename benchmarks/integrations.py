@@ -1,6 +1,6 @@
 """Do `flopmeter run` and the callbacks report the MFU that a loop instrumented by hand reports, on the same model?
 
-    python benchmarks/integrations.py
+    python benchmarks/integrations.py [--record FILE]
     python benchmarks/integrations.py --short
 
 A tiny Llama is trained on the same batches by a plain loop with `TrainingMonitor`, by a plain loop that knows nothing
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from flopmeter import TrainingMonitor, __version__, load_run
+from flopmeter import TrainingMonitor, load_run
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 2
 VOCABULARY, LENGTH, BATCH, WARMUP = 512, 64, 4, 5
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument(
         "--ways", default=",".join(WAYS), help="of by_hand (always), run, transformers, lightning, accelerate"
     )
+    add_record_option(parser)
     parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.plain:
@@ -244,22 +245,14 @@ def main() -> None:
     ways = ["by_hand", *(way for way in arguments.ways.split(",") if way != "by_hand")]
     rounds = [{way: measure(way, arguments.steps, arguments.hidden) for way in ways} for _ in range(arguments.rounds)]
     found = compare(rounds)
-    print(
-        json.dumps(
-            {
-                "benchmark": "integrations",
-                "version": BENCHMARK_VERSION,
-                "flopmeter": __version__,
-                "torch": torch.__version__,
-                "machine": platform.processor() or platform.machine(),
-                "threads": torch.get_num_threads(),
-                "steps": arguments.steps,
-                "rounds": arguments.rounds,
-                "ways": found,
-                "same_model_flop": len({way["model_flop"] for way in found.values()}) == 1,
-            }
-        )
-    )
+    figures = {
+        "threads": torch.get_num_threads(),
+        "steps": arguments.steps,
+        "rounds": arguments.rounds,
+        "ways": found,
+        "same_model_flop": len({way["model_flop"] for way in found.values()}) == 1,
+    }
+    finish("integrations", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

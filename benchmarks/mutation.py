@@ -1,6 +1,6 @@
 """Would the tests notice? Small errors are put into the source, one at a time, and the tests of that room are run.
 
-    python benchmarks/mutation.py [--mutants 80] [--seed 20] [--rooms formulas rules] [--quick]
+    python benchmarks/mutation.py [--mutants 80] [--seed 20] [--rooms formulas rules] [--quick] [--record FILE]
 
 A mutant changes one thing inside a function: a comparison, an operator, a constant, a condition. Which ones are made is
 drawn with a fixed seed, evenly over the rooms. Caught is a mutant on which some test fails or takes too long; the
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
-import platform
 import random
 import shutil
 import subprocess
@@ -28,6 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from outcome import add_record_option, finish
+
 BENCHMARK_VERSION = 1
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 20
@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("test_schedule.py", "test_sampling.py", "test_timing.py"),
     ),
     "record": (("record/*.py",), ("test_record.py", "test_training_monitor.py")),
-    "rules": (("diagnosis/rules/*.py",), ("test_rules.py", "test_diagnosis.py")),
+    "rules": (("diagnosis/rules/*.py",), ("test_rules.py", "test_rules_to_the_letter.py", "test_diagnosis.py")),
 }
 """Which files, and which tests have to notice."""
 
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one mutant of the schedule, to see that it runs")
+    add_record_option(parser)
     arguments = parser.parse_args()
     rooms, total = (["schedule"], 1) if arguments.quick else (arguments.rooms, arguments.mutants)
     dice = random.Random(arguments.seed)
@@ -185,12 +186,11 @@ def main() -> None:
                sum(m.room == room for m in chosen)]
         for room in rooms
     }  # fmt: skip
-    print(json.dumps({
-        "benchmark": "mutation", "version": BENCHMARK_VERSION, "seed": arguments.seed,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "caught": [sum(caught), len(caught)], "by_room": by_room,
-        "not_caught": [{key: value for key, value in asdict(m).items() if key != "source"} for m in survivors],
-    }))  # fmt: skip
+    listed = [{key: value for key, value in asdict(m).items() if key != "source"} for m in survivors]
+    figures = {
+        "seed": arguments.seed, "caught": [sum(caught), len(caught)], "by_room": by_room, "not_caught": listed
+    }  # fmt: skip
+    finish("mutation", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What does the measurement cost? A small GPT with and without each monitor, in turn and in one process.
 
-    python benchmarks/overhead.py [--steps 300] [--long 2000] [--quick]
+    python benchmarks/overhead.py [--steps 300] [--long 2000] [--quick] [--record FILE]
 
 Every variant has a model of its own and trains it a few steps with its hooks and a few steps without, in turn: two
 models that do the same differ by a percent, by where their memory lies, and a slow moment of the machine lasts longer
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import shutil
@@ -52,6 +51,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flopmeter import TrainingMonitor, count_flops, load_run, watch
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.text import SyntheticText
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 5
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
@@ -591,6 +591,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--long", type=int, default=2000, help="steps of the plain loop, estimate and smart")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    add_record_option(parser)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -599,11 +600,8 @@ def main() -> None:
         results, missing = race(num_steps, long, block, arguments.quick)
     tiny, not_run = tiny_costs(2 if arguments.quick else 30, arguments.quick)
     show(results, missing | not_run, tiny)
-    machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
-    print(json.dumps({
-        "benchmark": "overhead", "version": BENCHMARK_VERSION, "machine": machine, "variants": results,
-        "missing": missing | not_run, "tiny": tiny,
-    }))  # fmt: skip
+    figures = {"variants": results, "missing": missing | not_run, "tiny": tiny}
+    finish("overhead", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

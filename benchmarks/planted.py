@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 import random
 import tempfile
 import warnings
@@ -36,6 +33,7 @@ from flopmeter import load_run
 from flopmeter.demo import PLANTS, WORKLOADS, Plant, Planted, WorkloadName, find_plant, run_demo
 from flopmeter.diagnosis import diagnose
 from flopmeter.record import Run
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 3
 SEED = 20
@@ -263,7 +261,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plants", type=_names, default=[plant.name for plant in PLANTS])
     parser.add_argument("--workloads", type=_names, default=list(WORKLOADS))
     parser.add_argument("--quick", action="store_true", help="two plants for a few steps, to see that it runs")
-    parser.add_argument("--record", type=Path, help="write the result to this file")
+    add_record_option(parser)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds, arguments.runs, arguments.none_runs, arguments.pairs = 2.0, 1, 1, 1
@@ -289,19 +287,9 @@ def main() -> None:
             bar.update(task, advance=1, description=f"{outcomes[-1].planted} -> {outcomes[-1].verdict or 'failed'}")
     summary = summarise(outcomes)
     show(outcomes, summary)
-    machine = f"{platform.system()} {platform.machine()}, 1 thread of {os.cpu_count()} CPUs"
-    result = {
-        "benchmark": "planted",
-        "version": BENCHMARK_VERSION,
-        "machine": f"{machine}; torch {torch.__version__}",
-        "seconds": arguments.seconds,
-        "seed": SEED,
-        **summary,
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-    if arguments.record:
-        arguments.record.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    listed = [asdict(outcome) for outcome in outcomes]
+    figures = {"seconds": arguments.seconds, "seed": SEED, **summary, "outcomes": listed}
+    finish("planted", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

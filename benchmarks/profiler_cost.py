@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,6 +27,7 @@ from torch import nn
 
 from flopmeter.flops.observe import observe
 from flopmeter.flops.profiled import ProfiledStep
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 1
 MEMORY_SESSIONS = 60
@@ -159,24 +157,14 @@ def main() -> int:
     """Measure, print a table, and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
-    parser.add_argument("--record", type=Path, help="write the result to this file")
+    add_record_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rounds, sessions = (3, 5) if arguments.quick else (31, MEMORY_SESSIONS)
     results = {name: measure(name, rounds, sessions) for name in CASES}
-    machine = f"{platform.system()} {platform.machine()}, 1 thread of {os.cpu_count()} CPUs, shared with other work"
-    summary = {
-        "benchmark": "profiler_cost",
-        "version": BENCHMARK_VERSION,
-        "machine": f"{machine}; torch {torch.__version__}",
-        "rounds": rounds,
-        "memory_sessions": sessions,
-        "cases": results,
-    }
     _print(results)
-    if arguments.record:
-        arguments.record.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(summary))
+    figures = {"rounds": rounds, "memory_sessions": sessions, "cases": results}
+    finish("profiler_cost", BENCHMARK_VERSION, figures, arguments.record)
     return 0
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
-import json
-import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -27,6 +25,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from flopmeter.conventions import CONVENTIONS, Architecture, Recompute
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 1
 TOLERANCE = 0.005
@@ -291,8 +290,6 @@ def summarise(verdicts: list[Verdict]) -> dict[str, Any]:
     disagreeing = find_disagreeing(verdicts)
     ratios = [outcome for verdict in verdicts if (outcome := check_percentage(verdict.row)) is not None]
     return {
-        "benchmark": "published",
-        "version": BENCHMARK_VERSION,
         **total,
         "disagreeing": len(disagreeing),
         "disagreeing_share": round(len(disagreeing) / max(total["recomputable"], 1), 4),
@@ -337,11 +334,10 @@ def _print_rest(verdicts: list[Verdict], summary: Mapping[str, Any]) -> None:
     )
 
 
-def _record(path: Path, table: Path, verdicts: list[Verdict], summary: Mapping[str, Any]) -> None:
-    result = {
-        **summary,
+def _details(table: Path, verdicts: list[Verdict], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file on record holds beside the summary."""
+    return {
         "table_sha256": hashlib.sha256(table.read_bytes()).hexdigest(),
-        "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "disagreeing_rows": [verdict.as_dict() for verdict in find_disagreeing(verdicts)],
         "lines_not_recomputable": {
             obstacle: " ".join(str(verdict.line) for verdict in verdicts if verdict.obstacle == obstacle)
@@ -349,14 +345,13 @@ def _record(path: Path, table: Path, verdicts: list[Verdict], summary: Mapping[s
         },
         "readings": [{key: getattr(r, key) for key in ("source", "states", "convention", "basis")} for r in READINGS],
     }
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     """Print the comparison; exit code 1 when more rows disagree than may, or one does for no known reason."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--table", type=Path, help="CSV of published runs, which is not part of this repository")
-    parser.add_argument("--record", type=Path, help="write the result, with the disagreeing rows, to this file")
+    add_record_option(parser)
     arguments = parser.parse_args()
     if arguments.table is None or not arguments.table.is_file():
         told = "needs a table" if arguments.table is None else f"{arguments.table} is no file"
@@ -366,9 +361,8 @@ def main() -> int:
     summary = summarise(verdicts)
     _print_sources(summary)
     _print_rest(verdicts, summary)
-    if arguments.record:
-        _record(arguments.record, arguments.table, verdicts, summary)
-    print(json.dumps(summary))
+    details = _details(arguments.table, verdicts, summary)
+    finish("published", BENCHMARK_VERSION, {**summary, **details}, arguments.record)
     return int(summary["disagreeing_share"] > MAX_DISAGREEING_SHARE or summary["unexplained"] > 0)
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import resource
 import subprocess
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flopmeter.schema import PHASES, RUN_FILE, SCHEMA_VERSION
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 1
 STEPS = (10_000, 100_000, 1_000_000)
@@ -171,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS))
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--short", action="store_true", help="a few hundred steps, to see that it runs")
-    parser.add_argument("--record", type=Path, help="write the result to this file")
+    add_record_option(parser)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -189,18 +188,8 @@ def main() -> int:
         shown = ", ".join(f"{key} {value:.1f}" for key, value in results[-1].items() if isinstance(value, float))
         print(f"{num_steps:>9,} steps, {num_ranks:>4} ranks: {shown}", flush=True)
     missed = missed_goals(results)
-    summary = {
-        "benchmark": "report",
-        "version": BENCHMARK_VERSION,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, shared, no GPU",
-        "python": platform.python_version(),
-        "missed": missed,
-        "growth": growths(results),
-        "results": results,
-    }
-    if arguments.record:
-        arguments.record.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(summary))
+    figures = {"missed": missed, "growth": growths(results), "results": results}
+    finish("report", BENCHMARK_VERSION, figures, arguments.record)
     return int(bool(missed))
 
 

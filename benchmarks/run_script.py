@@ -1,6 +1,6 @@
 """What does `flopmeter run` cost beside `python` on the same program?
 
-    python benchmarks/run_script.py [--steps 3000] [--sets 40] [--short]
+    python benchmarks/run_script.py [--steps 3000] [--sets 40] [--short] [--record FILE]
 
 `a step`: one process under `flopmeter run` trains two steps with the hooks that it finds on model, optimizer and
 backward pass, and two without, in turn; the figure is the median difference to the plain step of the same turn, with
@@ -25,14 +25,12 @@ import argparse
 import compileall
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -40,6 +38,7 @@ from rich.table import Table
 
 import flopmeter
 from flopmeter import load_run
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 7
 START_STEPS = 20
@@ -270,6 +269,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000, help="of the process that trains with and without hooks")
     parser.add_argument("--sets", type=int, default=40, help="of processes that train in turns")
     parser.add_argument("--short", action="store_true", help="a few steps, to see that it runs")
+    add_record_option(parser)
     arguments = parser.parse_args()
     num_sets, num_steps, num_turns, block = (
         (2, 40, 1, 8) if arguments.short else (arguments.sets, arguments.steps, TURNS, BLOCK)
@@ -283,11 +283,10 @@ def main() -> None:
         sets = [train_together(folder / str(number), num_turns, block, chance) for number in range(num_sets)]
     processes = {name: over_sets([found[name] for found in sets]) for name in sets[0]}
     show(starts, in_turns, processes)
-    machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": version("torch")}
-    print(json.dumps({
-        "benchmark": "run_script", "version": BENCHMARK_VERSION, "machine": machine,
-        "num_sets": num_sets, "start_up_s": starts, "in_turns": in_turns, "processes": processes, "sets": sets,
-    }))  # fmt: skip
+    figures = {
+        "num_sets": num_sets, "start_up_s": starts, "in_turns": in_turns, "processes": processes, "sets": sets
+    }  # fmt: skip
+    finish("run_script", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import atexit
 import gc
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -39,6 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flopmeter import TrainingMonitor, load_run, watch
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 2
 ALL_SINKS = ("console", "tensorboard", "prometheus", "wandb")
@@ -298,10 +298,6 @@ def soak(num_steps: int, num_rank_steps: int, num_cycles: int, is_short: bool) -
     runs = {"every sink": launch("steps", num_steps, ALL_SINKS)[0], "no sink": launch("steps", num_steps)[0]}
     runs |= {f"rank {trial['rank']} of 2": trial for trial in launch("rank", num_rank_steps, num_ranks=2)}
     result: dict[str, Any] = {
-        "benchmark": "soak",
-        "version": BENCHMARK_VERSION,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, shared, no GPU",
-        "torch": torch.__version__,
         "is_short": is_short,
         "goal_bytes_per_step": GOAL_BYTES_PER_STEP,
         "runs": runs,
@@ -316,7 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank-steps", type=int, default=10_000)
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--short", action="store_true", help="2,000 steps, 200 of two ranks; too few to judge memory")
-    parser.add_argument("--record", type=Path, help="write the result to this file")
+    add_record_option(parser)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -329,11 +325,9 @@ def main() -> int:
         return 0
     steps, rank_steps = (2000, 200) if arguments.short else (arguments.steps, arguments.rank_steps)
     result = soak(steps, rank_steps, arguments.cycles, arguments.short)
-    if arguments.record:
-        arguments.record.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for sentence in result["missed"]:
         print(f"missed: {sentence}")
-    print(json.dumps(result))
+    finish("soak", BENCHMARK_VERSION, result, arguments.record)
     return int(bool(result["missed"]))
 
 

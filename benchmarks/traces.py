@@ -27,7 +27,6 @@ import compileall
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import flopmeter
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 1
 HTA_REQUIREMENT = "HolisticTraceAnalysis==0.5.0"
@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--short", action="store_true", help="one repeat of the smallest file, for CI")
     parser.add_argument("--hta-python", help="a Python that has HTA")
-    parser.add_argument("--record", type=Path, help="write the JSON line to this file as well")
+    add_record_option(parser)
     options = parser.parse_args()
     compileall.compile_dir(Path(flopmeter.__file__).parent, quiet=1)
     files = sorted(options.files, key=lambda file: file.stat().st_size)
@@ -249,14 +249,8 @@ def main() -> int:
         show(results[-1])
     failures = [failure for result in results for failure in missed(result)]
     print("\n" + ("\n".join(f"missed: {failure}" for failure in failures) or "all goals are met"))
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    line = json.dumps(
-        {"benchmark": "traces", "version": BENCHMARK_VERSION, "machine": machine, "hta": HTA_REQUIREMENT}
-        | {"repeats": repeats, "files": results, "missed": failures}
-    )
-    if options.record:
-        options.record.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    figures = {"hta": HTA_REQUIREMENT, "repeats": repeats, "files": results, "missed": failures}
+    finish("traces", BENCHMARK_VERSION, figures, options.record)
     return 1 if failures else 0
 
 

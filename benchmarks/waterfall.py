@@ -1,6 +1,6 @@
 """Does a delay show in its own part of the waterfall, in full, and in no other?
 
-    python benchmarks/waterfall.py [--pairs 8] [--quick]
+    python benchmarks/waterfall.py [--pairs 8] [--quick] [--record FILE]
 
 One real run of a small GPT. In every other stretch of steps something sleeps for a known time: in the loader, in a copy
 to the device, in the optimizer, in a pause, in the loop's own code. `Run.waterfall(start, stop)` splits each stretch,
@@ -11,9 +11,6 @@ Stretches alternate within seconds, so that the machine's slow moments hit both.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -30,6 +27,7 @@ from flopmeter import Run, load_run, watch
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.demo.text import SyntheticText
 from flopmeter.waterfall import PART_NAMES
+from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 1
 SIZES = GPTConfig(num_layers=2, hidden=128, num_heads=4, length=64)
@@ -126,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=8, help="stretches with and without each delay")
     parser.add_argument("--quick", "--short", action="store_true", help="one pair, to see that it runs")
+    add_record_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,11 +139,8 @@ def main() -> None:
     Console(width=120).print(table)
     own = {fault: found[fault][fault] for fault in PLANTED}
     others = {fault: max(abs(found[fault][name]) for name in PART_NAMES if name != fault) for fault in PLANTED}
-    machine = {"cpu": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
-    print(json.dumps({
-        "benchmark": "waterfall", "version": BENCHMARK_VERSION, "machine": machine, "delay_s": DELAY_S,
-        "own": own, "largest_other": others, "rises": found,
-    }))  # fmt: skip
+    figures = {"delay_s": DELAY_S, "own": own, "largest_other": others, "rises": found}
+    finish("waterfall", BENCHMARK_VERSION, figures, arguments.record)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,13 @@ VARIANTS = {
     "torch.profiler scheduled": ("torch.profiler, one step in ten", "torch.profiler，每十步一步"),
     "FlopCounterMode every step": ("FlopCounterMode at every step", "每步 FlopCounterMode"),
 }
+WAYS = {
+    "by_hand": "`TrainingMonitor` by hand",
+    "run": "`flopmeter run`",
+    "transformers": "callback of the Hugging Face Trainer",
+    "lightning": "Lightning callback",
+    "accelerate": "`watch(accelerator=...)`",
+}
 
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -290,7 +297,60 @@ def mutation(language: str) -> str:
     found = load("mutation")
     heads = {"en": ("room", "caught", "of"), "zh": ("部分", "发现", "共")}
     rows = [(room, *map(str, numbers)) for room, numbers in found["by_room"].items()]
-    return table(heads[language], [*rows, ("all", *map(str, found["caught"]))])
+    rooms = table(heads[language], [*rows, ("all", *map(str, found["caught"]))])
+    left = [f"- `{m['file']}`, line {m['line']}: `{m['was']}` became `{m['becomes']}`\n" for m in found["not_caught"]]
+    return f"{rooms}\nSeed {found['seed']}. Not caught:\n\n{''.join(left) or '- none'}"
+
+
+def integrations(_: str) -> str:
+    """Whether every way to attach the monitor says the same."""
+    rows = [
+        (WAYS[name], str(way["steps"]), f"{way['mfu_over_clock']:.4f}", f"{way['model_flop'] / 1e9:.4f}")
+        for name, way in load("integrations")["ways"].items()
+    ]
+    return table(("attached by", "steps", "MFU over an outside clock's", "GFLOP a step"), rows)
+
+
+def soak(_: str) -> str:
+    """What a long run leaves behind."""
+    found = load("soak")
+    counts = ("files", "threads")
+    rows = [
+        (
+            name,
+            f"{one['record']['num_steps']:,}",
+            f"{one['rss_bytes_per_step']:.1f}",
+            *(_both(one[key]) for key in counts),
+        )
+        for name, one in found["runs"].items()
+    ]
+    cycles = found["cycles"]
+    rows.append((f"{cycles['num_cycles']} starts and stops", "-", "-", *(_both(cycles[key]) for key in counts)))
+    return table(("run", "steps", "bytes of memory a step", "open files, early and late", "threads"), rows)
+
+
+def _both(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def measuring(_: str) -> str:
+    """What a measured step costs, by the kind of model."""
+    rows = [
+        (name.replace("_", " "), f"{case['plain_step_ms']:.0f} ms", f"{case['observed_ratio']:.2f}",
+         f"{case['profiled_ratio']:.2f}", f"{case['stop_and_read_ms']:.0f} ms")
+        for name, case in load("profiler_cost")["cases"].items()
+    ]  # fmt: skip
+    return table(
+        ("model", "plain step", "observed, times that", "profiled, times that", "of it reading the profile"), rows
+    )
+
+
+def measured(_: str) -> str:
+    """When each benchmark was run, and on which source."""
+    files = sorted(path.stem for path in RESULTS.glob("*.json"))
+    found = {name: load(name) for name in files}
+    rows = [(f"`{name}.py`", one.get("date", "-"), f"`{one.get('source', '-')}`") for name, one in found.items()]
+    return table(("benchmark", "date", "`src/`, by Git's name of the tree"), rows)
 
 
 def in_short(language: str) -> str:
@@ -346,7 +406,8 @@ def in_short(language: str) -> str:
 TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": accuracy, "overhead": overhead, "tiny": tiny, "planted": planted, "traces": traces, "report": report,
     "counts": counts, "published": published, "ranks": ranks, "in_short": in_short, "waterfall": waterfall,
-    "mutation": mutation, "run_script": run_script,
+    "mutation": mutation, "run_script": run_script, "integrations": integrations, "soak": soak, "measuring": measuring,
+    "measured": measured,
 }  # fmt: skip
 
 

@@ -173,12 +173,15 @@ def _flex_cases() -> list[Case]:
     back = backward_work(1, full, pairs, DIM, DIM_V)
     # The kernel computes the scores and their gradient a second time, when it runs over the queries.
     back = back._replace(hardware=back.hardware + pairs * 2 * (DIM + DIM_V))
+    blind_back = backward_work(1, full, full, DIM, DIM_V)
+    blind_back = blind_back._replace(hardware=blind_back.hardware + full * 2 * (DIM + DIM_V))
     flex = "higher_order::flex_attention"
     return [
         case(flex, forward_work(1, full, pairs, DIM, DIM_V), **shapes, block_mask=mask),
         case(flex, forward_work(1, full, full, DIM, DIM_V), **shapes, block_mask=blind),
         case(flex, forward_work(1, full, full, DIM, DIM_V), **shapes, block_mask=huge),
         case(f"{flex}_backward", back, **shapes, block_mask=mask),
+        case(f"{flex}_backward", blind_back, **shapes, block_mask=blind),
     ]
 
 

@@ -28,6 +28,9 @@ def _matmul_cases() -> list[Case]:
         *(case(f"aten::{op}", 2 * tuples(3, 4), vec1=(3,), vec2=(4,)) for op in ("addr", "addr_")),
         case("aten::linear", batch, input=(2, 3, 4), weight=(5, 4)),
         case("aten::linear_backward", batch, self=(2, 3, 4), weight=(5, 4), output_mask=[False, True, True]),
+        case("aten::linear_backward", 2 * batch, self=(2, 3, 4), weight=(5, 4), output_mask=[True, True, False]),
+        case("aten::matmul", 2 * tuples(7, 2, 3, 4, 5), self=(7, 1, 3, 4), other=(2, 4, 5)),
+        case("aten::matmul", 2 * tuples(7, 2, 3, 4, 5), self=(2, 3, 4), other=(7, 1, 4, 5)),
         *(case(f"aten::{op}", batch, self=(2, 1, 3, 4), other=(1, 4, 5)) for op in ("matmul", "linalg_matmul")),
         case("aten::matmul", 2 * tuples(3, 4), self=(3, 4), other=(4,)),
         case("aten::matmul", 2 * tuples(4, 5), self=(4,), other=(4, 5)),
@@ -121,6 +124,14 @@ def _convolution_cases() -> list[Case]:
             input=image,
             weight=weight,
             output_mask=[True, False, True],
+        ),
+        case(
+            f"{backward}_overrideable",
+            2 * taps,
+            grad_output=gradient,
+            input=image,
+            weight=weight,
+            output_mask=[True, True, False],
         ),
         *(
             case(f"aten::{op}", taps, **at)
@@ -231,6 +242,8 @@ def _transform_and_sparse_cases() -> list[Case]:
     kept = 2 * tuples(4, 3, 5)
     return [
         case("aten::_fft_c2c", 5 * 96 * 5, self=(3, 4, 8), dim=[1, 2]),
+        case("aten::_fft_c2c", 0, self=(3, 1), dim=[1]),
+        case("aten::_fft_r2c", 0, self=(3, 0), dim=[1]),
         case("aten::_fft_r2c", 5 * 96 * 5 // 2, self=(3, 4, 8), dim=[1, 2]),
         case("aten::_fft_c2r", 5 * 96 * 5 // 2, self=(3, 4, 5), dim=[1, -1], last_dim_size=8),
         case("aten::mm", product, self=stored, mat2=(6, 5)),

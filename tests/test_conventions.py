@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -295,13 +295,7 @@ def test_conventions_need_no_torch() -> None:
 
 @pytest.fixture(scope="module")
 def published() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published_benchmark", ROOT / "benchmarks" / "published.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["published_benchmark"] = module  # dataclasses look their own module up
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("published")
 
 
 @pytest.fixture(scope="module")

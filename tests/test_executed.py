@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 pytest.importorskip("transformers", reason="the models are those of transformers, built from configs")
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
 pytest.importorskip("transformers", reason="the rows are models of transformers, built from configs")
 pytest.importorskip("peft", reason="the LoRA rows need peft")
 
-from flopmeter.flops.observe import observe  # noqa: E402
-from rows import ROWS  # noqa: E402 - the benchmark's folder must be on the path first
+from flopmeter.flops.observe import observe
+from rows import ROWS
 
 TOLERANCE = 1e-3
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the models' own libraries

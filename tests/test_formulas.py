@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from flopmeter.flops.formulas import Spec, Work, all_formulas, find, formula
+from flopmeter.flops.formulas import Spec, Work, all_formulas, find, formula, is_solver, num_positional
+from flopmeter.flops.formulas._attended import banded
 from formulas_attention_cases import attention_cases
 from formulas_calls import FOREIGN, Case
 from formulas_cases import other_cases
@@ -57,7 +59,184 @@ def test_a_call_whose_shapes_are_lost_is_refused_as_callers_expect(call: Case) -
             continue
 
 
+@pytest.mark.parametrize("is_bottom_right", [False, True])
+@pytest.mark.parametrize("right", [None, -1, 0, 1, 2])
+@pytest.mark.parametrize("left", [None, -1, 0, 1, 2])
+def test_a_band_lets_through_what_looking_at_every_pair_finds(
+    left: int | None, right: int | None, is_bottom_right: bool
+) -> None:
+    for num_queries, num_keys in ((1, 1), (3, 5), (5, 3), (4, 4)):
+        shift = num_keys - num_queries if is_bottom_right else 0
+        seen = [
+            key
+            for query, key in product(range(num_queries), range(num_keys))
+            if (left in (None, -1) or key >= query + shift - left)
+            and (right in (None, -1) or key <= query + shift + right)
+        ]
+        pairs = banded(num_queries, num_keys, left, right, is_bottom_right)
+        assert pairs == (2 * num_queries * num_keys, 2 * len(seen))
+
+
+# Recurrent layers of which not every gradient is wanted: 5 steps of 3 sequences of 7 features, 2 units of 4 gates
+
+TOKENS = Spec((5, 3, 7))
+ONE_WAY = [Spec((8, 7)), Spec((8, 2)), Spec((8,)), Spec((8, 2)), Spec((8, 2)), Spec((8,))]
+"""Two layers: the weights of input and state of each, and a bias."""
+BOTH_WAYS = [Spec((8, 7)), Spec((8, 2)), Spec((8, 7)), Spec((8, 2))]
+"""One layer."""
+PROJECTED = [Spec((8, 7)), Spec((8, 1)), Spec((1, 2)), Spec((8, 1)), Spec((8, 1)), Spec((1, 2))]
+"""Two layers whose states are projected to one number."""
+
+
+@pytest.mark.parametrize(
+    ("weights", "is_both_ways", "once", "to_input", "to_state"),
+    [
+        (ONE_WAY, False, 2 * 15 * (56 + 16 + 16 + 16), 2 * 15 * 56, 2 * 3 * (16 + 16)),
+        (BOTH_WAYS, True, 2 * 15 * 2 * (56 + 16), 2 * 15 * (56 + 56), 2 * 3 * (16 + 16)),
+        (PROJECTED, False, 2 * 15 * (56 + 8 + 2 + 8 + 8 + 2), 2 * 15 * 56, 2 * 3 * (8 + 8)),
+    ],
+    ids=["one way", "both ways", "projected"],
+)
+@pytest.mark.parametrize("wants_weights", [False, True])
+@pytest.mark.parametrize("wants_state", [False, True])
+@pytest.mark.parametrize("wants_input", [False, True])
+def test_a_recurrent_backward_needs_what_somebody_wants(
+    weights: list[Spec],
+    is_both_ways: bool,
+    once: int,
+    to_input: int,
+    to_state: int,
+    wants_input: bool,
+    wants_state: bool,
+    wants_weights: bool,
+) -> None:
+    state = Spec((2, 3, weights[1].shape[1]))
+    executed = once * (2 if wants_weights else 1)
+    needed = executed - (0 if wants_input else to_input) - (0 if wants_state else to_state)
+    for op, sizes in (("aten::_cudnn_rnn_backward", [2, 4, 0, 2]), ("aten::miopen_rnn_backward", [2, 4, 2])):
+        # cx, output, three gradients; mode and sizes; batch_first, dropout, train; batch_sizes, dropout_state, reserve
+        rest = [*[None] * 5, *sizes, True, 0.0, True, is_both_ways, [], None, Spec((1,))]
+        mask = [wants_input, wants_state, wants_state, wants_weights]
+        assert ask(op, TOKENS, weights, 4, Spec((1,)), state, *rest, mask) == Work(needed, needed, executed)
+    # On Apple's devices all is computed; the shape of the second state, the cell's, is not asked.
+    before = [None, None, None, LOST, LOST, TOKENS, LOST, [state, LOST], weights]
+    rest = [True, 2, 0.0, True, is_both_ways, False]
+    wanted = [wants_input, wants_state, wants_state, False, wants_weights]
+    assert ask("aten::lstm_mps_backward", *before, *rest, wanted=wanted) == Work(needed, needed, 2 * once)
+    if wants_input and wants_state and wants_weights:
+        assert ask("aten::lstm_mps_backward", *before, *rest) == Work(needed, needed, 2 * once)
+
+
+@pytest.mark.parametrize(
+    ("unwanted", "saved"),
+    [
+        ([], 0),
+        ([0], 2 * 15 * 56),
+        ([1], 2 * 15 * 56),
+        ([2], 2 * 15 * 16),
+        ([3, 4, 6], 0),
+        ([5], 2 * 3 * 16),
+        ([0, 1, 2, 3, 4, 5, 6], 2 * 2 * 15 * 56 + 2 * 15 * 16 + 2 * 3 * 16),
+    ],
+    ids=["nothing", "input", "weights of the input", "weights of the state", "biases and cell", "state", "all"],
+)
+def test_a_layer_on_a_cpu_computes_all_gradients_and_needs_those_that_are_wanted(
+    unwanted: list[int], saved: int
+) -> None:
+    every = 2 * 2 * 15 * (56 + 16)
+    arguments = [TOKENS, Spec((8, 7)), Spec((8, 2)), Spec((8,)), Spec((8,)), Spec((3, 2)), *[None] * 7]
+    wanted = [place not in unwanted for place in range(7)]
+    expected = Work(every - saved, every - saved, every)
+    assert ask("aten::mkldnn_rnn_layer_backward", *arguments, wanted=wanted) == expected
+    if not unwanted:
+        assert ask("aten::mkldnn_rnn_layer_backward", *arguments) == expected
+
+
+# Calls that make no sense, or do not tell enough
+
+
+def test_lists_that_do_not_fit_each_other_are_refused() -> None:
+    image, weight = Spec((2, 4, 7, 6)), Spec((6, 4, 3, 2))
+    with pytest.raises(ValueError, match="zip"):
+        ask("aten::conv2d", image, weight, None, [1, 1, 1])
+    with pytest.raises(ValueError, match="zip"):
+        ask("aten::_foreach_mm", [Spec((3, 4))], [Spec((4, 5)), Spec((4, 5))])
+    with pytest.raises(ValueError, match="list of tensors"):
+        ask("aten::_foreach_mm", [Spec((3, 4)), None], [Spec((4, 5)), Spec((4, 5))])
+
+
+PACKED = (Spec((6, 4, 8)), Spec((9, 2, 8)), Spec((9, 2, 6)))
+"""Queries, keys and values: 6 over 9, in sequences that the offsets tell."""
+WHOLE = 2 * 18 * 4 * (8 + 6)
+"""Three sequences of 2 queries over 3 keys, 4 heads, two products."""
+
+
+@pytest.mark.parametrize(
+    ("ends_q", "ends_k", "max_q", "max_k"),
+    [
+        (Spec((4,)), Spec((4,)), 2, 3),
+        (Spec((4,), values=(0, 2, 4, 6)), Spec((4,)), 2, 3),
+        (Spec((4,)), Spec((4,), values=(0, 3, 6, 9)), 2, 3),
+        (Spec((4,), values=(0, 2, 4, 6)), Spec((4,), values=(0, 3, 6, 9)), None, None),
+    ],
+)
+def test_packed_sequences_of_one_length_need_no_offsets(
+    ends_q: Spec, ends_k: Spec, max_q: int | None, max_k: int | None
+) -> None:
+    work = ask("aten::_flash_attention_forward", *PACKED, ends_q, ends_k, max_q, max_k, 0.0, False)
+    assert work == Work(WHOLE, WHOLE, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("ends_q", "ends_k", "max_q", "max_k", "reason"),
+    [
+        (Spec((4,)), None, 2, 3, "offsets of both"),
+        (Spec((4,)), Spec((4,)), None, 3, "longest lengths"),
+        (Spec((4,)), Spec((4,)), 2, None, "longest lengths"),
+        (Spec((4,)), Spec((4,)), 3, 3, "not all equal"),
+        (Spec((4,)), Spec((4,)), 2, 4, "not all equal"),
+        (Spec((4,), values=(0, 2, 4, 6)), Spec((3,), values=(0, 3, 9)), 2, 6, "zip"),
+    ],
+)
+def test_packed_sequences_of_unknown_lengths_are_refused(
+    ends_q: Spec, ends_k: Spec | None, max_q: int | None, max_k: int | None, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ask("aten::_flash_attention_forward", *PACKED, ends_q, ends_k, max_q, max_k, 0.0, False)
+
+
+@pytest.mark.parametrize(("ends_q", "ends_k"), [(None, Spec((4,))), (Spec((4,)), None)])
+def test_offsets_of_one_side_alone_are_refused_by_hopper(ends_q: Spec | None, ends_k: Spec | None) -> None:
+    with pytest.raises(ValueError, match="offsets of both"):
+        ask("flash_attn_3::fwd", *PACKED, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+
+
 # The contract with the dispatcher
+
+
+def test_a_formula_tells_what_it_asks_for() -> None:
+    formulas = all_formulas()
+    assert {op for op, found in formulas.items() if found.wants_wanted} == {
+        "aten::mkldnn_rnn_layer_backward",
+        "aten::lstm_mps_backward",
+    }
+    assert num_positional(lambda a, b, /, c, *, d: 0) == 3
+    assert num_positional(lambda a, *rest, d: 0) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("aten::linalg_inv_ex", True),
+        ("aten::_linalg_svd", True),
+        ("aten::cholesky_solve", True),
+        ("aten::linalg_vector_norm", False),
+        ("aten::linalg_cross", False),
+        ("aten::mm", False),
+    ],
+)
+def test_solvers_are_known_by_name(op: str, expected: bool) -> None:
+    assert is_solver(op) is expected
 
 
 @pytest.mark.parametrize("op", KNOWN_TO_TORCH)

@@ -241,6 +241,10 @@ class Waits:
     def on_no_batch(self) -> None:
         self.heard.append("end")
 
+    def on_other_loader(self) -> bool:
+        self.is_evaluating = True
+        return True
+
     def during(self, loader: Any) -> list[str]:
         """What it is told while somebody goes through the loader."""
         self.heard.clear()
@@ -336,6 +340,21 @@ def test_a_loader_that_only_evaluations_use_never_feeds_the_training(waits: Wait
             assert waits.during(batches) == []
             waits.is_evaluating = False
             marks.on_step()
+    finally:
+        marks.remove()
+
+
+def test_another_loader_that_is_asked_again_without_a_step_in_between_is_an_evaluations(waits: Waits) -> None:
+    training, evaluation = DataLoader(DATA, 2, shuffle=True), DataLoader(DATA, 2)
+    marks = LoaderMarks(waits)
+    try:
+        for _ in range(3):
+            assert waits.during(training) == EPOCH
+            marks.on_step()
+            assert waits.during(evaluation) == [
+                "wait",
+                "batch",
+            ]  # may be a second loader of the step
     finally:
         marks.remove()
 

@@ -7,6 +7,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,27 @@ def test_every_optimizer_step_is_a_step_with_the_flop_and_tokens_of_its_micro_ba
     assert set(tokens_per_step(run)) == {LENGTH * BATCH * 3}
     for phase in ("data_wait", "forward", "backward", "optimizer"):
         assert all(0 < share < 1 for share in run.column(f"perf/{phase}_share"))
+
+
+class DataParallel(torch.nn.DataParallel):
+    """What the Trainer wraps its model in where it sees two GPUs; here the model runs on a thread of its own."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.device_ids = [0, 1]
+
+    def forward(self, **inputs: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: self.module(**inputs)).result()
+
+
+def test_a_model_that_the_trainer_spreads_over_several_gpus_is_measured_as_a_whole(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[FlopmeterCallback(config=CONFIG)])
+    trainer._wrap_model = lambda model, **_: DataParallel(model)
+    trainer.train()
+    run = load_run(tmp_path)
+    assert set(run.column("perf/model_flop")) == {llama_flop([LENGTH] * BATCH)}
+    assert [event["model_flop"] for event in run.events if event["event"] == "count"] == [llama_flop([LENGTH] * BATCH)]
 
 
 def test_a_last_step_with_fewer_micro_batches_has_fewer_flop(tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ def test_a_dtype_that_did_no_work_needs_no_peak() -> None:
     assert utilisation({"bf16": 50.0, "fp8": 0.0}, {"bf16": 100.0}, wall_s=1.0) == pytest.approx(0.5)
 
 
+def test_work_that_is_next_to_nothing_needs_no_peak() -> None:
+    # A rotary embedding in fp32, on a device whose maker states no fp32 peak.
+    assert utilisation({"bf16": 1e6, "fp32": 99.0}, {"bf16": 2e6}, wall_s=1.0) == pytest.approx(0.5)
+    assert utilisation({"bf16": 1e6, "fp32": 101.0}, {"bf16": 2e6}, wall_s=1.0) is None
+    assert utilisation({"fp32": 99.0}, {"bf16": 2e6}, wall_s=1.0) is None
+
+
 def test_utilisation_above_one_is_not_clipped() -> None:
     assert utilisation({"bf16": 300.0}, {"bf16": 100.0}, wall_s=1.0) == pytest.approx(3.0)
 

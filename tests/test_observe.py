@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.formulas import _registry, formula
 from flopmeter.flops.observe import ObservedStep, observe
@@ -59,6 +61,38 @@ def test_the_first_layers_input_needs_no_gradient() -> None:
     assert units(step.result()) == {"forward": 2, "backward": 3}
     assert step.result().coverage == 1.0
     assert step.result().uncounted == {}
+
+
+class DataParallel(nn.DataParallel):
+    """As on a machine with two GPUs: each half of the batch goes through the model on a thread of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.device_ids = [0, 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            return torch.cat(list(pool.map(self.module, x.chunk(2))))
+
+
+def test_a_forward_pass_on_other_threads_is_counted_by_its_twin() -> None:
+    model = DataParallel(Stack(2))
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    count = step.result()
+    assert units(count) == {"forward": 2, "backward": 3}
+    assert count.hardware_flop == 5 * UNIT
+    assert count.coverage == 3 / 5  # what was seen: the backward pass
+
+
+def test_a_forward_pass_that_nobody_saw_is_no_count() -> None:
+    model = Stack(2)
+    with observe(model) as step:
+        with ThreadPoolExecutor(1) as pool:
+            out = pool.submit(model, rows()).result()
+        out.sum().backward()
+    with pytest.raises(CountError, match="forward pass was not seen"):
+        step.result()
 
 
 def test_frozen_layers_cost_only_the_gradients_that_pass_through_them() -> None:

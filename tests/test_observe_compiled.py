@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -172,3 +173,21 @@ def test_a_twin_that_counts_for_hidden_work_does_so_under_the_autocast_of_the_ca
     assert count.coverage is not None
     assert count.coverage < 0.97
     assert count.by_dtype == {"bfloat16": pytest.approx(FORWARD + BACKWARD)}
+
+
+def test_nothing_is_kept_of_what_runs_while_a_cuda_graph_is_made() -> None:
+    """Torch ends the user's step with an error over a tensor that lives on in the graph's memory."""
+    from torch._inductor import cudagraph_trees
+
+    query = torch.ones(1, HEADS, LENGTH, WIDTH)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    with observe(nn.Identity()) as observed:
+        with cudagraph_trees.graph_capture_lock:  # held by torch while it warms up and while it records
+            made = mask.clone()
+            F.scaled_dot_product_attention(query, query, query, attn_mask=made)
+            kept = weakref.ref(made)
+            del made
+        assert kept() is None
+        assert observed.calls == []
+        F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+    assert observed.calls

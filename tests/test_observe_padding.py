@@ -14,6 +14,7 @@ from flopmeter.flops.estimate import estimate_flops
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.frames import read_batch
 from flopmeter.flops.observe import observe
+from flopmeter.flops.side_count import count_flops
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,6 +98,16 @@ def test_encoder_and_decoder_have_a_padding_of_their_own(build: Any, attention: 
     assert count.forward_flop == pytest.approx(forward)
     assert count.backward_flop == pytest.approx(2 * forward)
     assert estimate_flops(model, inputs).model_flop == pytest.approx(3 * forward)
+
+
+@pytest.mark.parametrize("build", [t5, bart])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("load", LOADS)
+def test_a_mask_is_known_where_it_is_added_to_a_bias_without_values(build: Any, attention: str, load: str) -> None:
+    read, written, longest = LOADS[load]
+    count = count_flops(build(attention), batch(read, written, longest))
+    assert count.model_flop == pytest.approx(3 * needed(read, written))
+    assert count.left_out == ()
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])

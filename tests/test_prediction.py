@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import torch
 
 pytest.importorskip("transformers", reason="the models are those of transformers, built from configs")
 pytest.importorskip("peft", reason="the LoRA model needs peft")
@@ -23,7 +20,7 @@ from flopmeter.flops.estimate import plan_of
 from flopmeter.flops.flop_count import Convention
 from flopmeter.flops.observe import observe
 from flopmeter.flops.prediction import Predictor, as_if_unpadded
-from flopmeter.flops.workload import Workload, workload_of
+from flopmeter.flops.workload import Needs, Workload, workload_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the models' own libraries
 
@@ -196,6 +193,18 @@ def test_padding_taken_as_work_is_the_batch_without_padding() -> None:
     whole = Workload.of_lengths([96, 96, 96], 96)
     assert as_if_unpadded(padded) == whole
     assert as_if_unpadded(whole) is whole
+
+
+def test_padding_of_a_decoder_taken_as_work_counts_too() -> None:
+    def work(lengths: list[int], read: list[int]) -> Workload:
+        inputs = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "labels": torch.zeros(2, 4, dtype=torch.long)}
+        masks = {"attention_mask": (read, 6), "decoder_attention_mask": (lengths, 4)}
+        for name, (own, padded_to) in masks.items():
+            inputs[name] = (torch.arange(padded_to) < torch.tensor(own)[:, None]).long()
+        return workload_of(inputs, Needs(has_decoder=True))
+
+    assert as_if_unpadded(work([4, 1], [6, 2])) == work([4, 4], [6, 6])
+    assert as_if_unpadded(work([4, 1], [6, 6])) == work([4, 4], [6, 6])
 
 
 def test_without_calibration_the_closed_form_stays_as_it_is() -> None:

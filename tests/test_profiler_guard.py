@@ -210,9 +210,9 @@ def test_nothing_is_started_beside_a_tool_that_holds_cupti(monkeypatch: pytest.M
 CUDA = """
 torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
 torch.cuda.is_current_stream_capturing = lambda: False
-torch.cuda.synchronize = lambda: None
+torch.cuda.synchronize = lambda device: None
 torch.autograd.profiler._supported_activities = lambda: {ProfilerActivity.CPU, ProfilerActivity.CUDA}
-recording = Recording(with_shapes=False, with_kernels=True)
+recording = Recording(with_shapes=False, devices=[torch.device("cuda", 1), torch.device("cuda", 2)])
 """
 """Makes the profiler believe in a GPU: as far as it checks names, torch's code is the same."""
 
@@ -223,14 +223,30 @@ def test_what_a_gpu_does_is_asked_for_by_names_in_the_groups_where_torch_has_the
     assert "aten::addmm" in names
 
 
-@pytest.mark.parametrize("obstacle", ["is_current_stream_capturing = lambda: True", "synchronize = lambda: 1 / 0"])
+def test_the_devices_that_hold_the_model_are_waited_for_and_no_other() -> None:
+    # The current device is cuda:0, which the model does not use: a wait there would make a context on it.
+    waited_for = output_of(
+        CUDA
+        + """
+waited_for = []
+torch.cuda.synchronize = lambda device=None: waited_for.append(str(device))
+recording.start(); step(); recording.stop()
+print(json.dumps(waited_for))
+"""
+    )
+    assert waited_for == ["cuda:1", "cuda:2"]
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["is_current_stream_capturing = lambda: True", "synchronize = lambda device: 1 / 0"]
+)
 def test_a_session_ends_although_the_device_cannot_be_waited_for(obstacle: str) -> None:
     # Left running, it would crash the interpreter at its end. A wait during a capture would spoil the user's graph.
     events, was_cut_short, is_on, blocker = output_of(
         CUDA
         + f"""
 recording.start()
-torch.cuda.synchronize = lambda: print("waited")
+torch.cuda.synchronize = lambda device: print("waited")
 torch.cuda.{obstacle}
 step()
 events = len(recording.stop())

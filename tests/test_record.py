@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flopmeter.errors import RecordError
-from flopmeter.record import Run, RunWriter, load_run, write_training_log
+from flopmeter.record import Run, RunWriter, has_ended, load_run, write_training_log
 from flopmeter.record import reader as reader_module
 from flopmeter.record.rows import Rows
 from flopmeter.record.writer import encode
@@ -496,7 +496,9 @@ def test_a_parser_is_made_when_no_new_keys_come_and_made_anew_when_one_does() ->
     rows = Rows({}, max_columns=3)
     line = encode(step_line(1, a=1.0))
     assert rows.add_metrics({"a": 1.0, "b": 2.0})
-    assert [rows.add_metrics({"a": 1.0}) for _ in range(3)] == [True] * 3
+    assert [rows.add_metrics({"a": 1.0}) for _ in range(2)] == [True] * 2
+    assert rows.parse(line) is None  # a third line without a new one of two keys is waited for
+    assert rows.add_metrics({"a": 1.0})
     parsed = rows.parse(line)
     assert parsed is not None
     assert (parsed.metrics.key_0, math.isnan(parsed.metrics.key_1)) == (1.0, True)
@@ -558,3 +560,230 @@ def test_a_writer_makes_the_folders_that_are_missing_and_takes_those_that_exist(
         writer.write({"kind": "event", "event": "note", "number": number})
         writer.close()
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+# Bounds
+
+
+@pytest.mark.parametrize("num_bytes_more", [-1, 0, 1, 2])
+def test_the_longest_line_is_read_a_longer_one_skipped_and_the_next_one_never_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes_more: int
+) -> None:
+    long, following = encode(step_line(1) | {"note": "x" * 500}), encode(step_line(2))
+    monkeypatch.setattr(reader_module, "MAX_LINE_BYTES", len(long) - num_bytes_more)
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, long, following))
+    assert list(run.step) == ([1, 2] if num_bytes_more <= 0 else [2])
+    assert run.skipped == ([] if num_bytes_more <= 0 else ["skipped line 2: longer than 0 MB"])
+
+
+def test_by_default_a_line_may_have_four_megabytes(tmp_path: Path) -> None:
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, encode({"kind": "event", "x": "y" * (4 << 20)})))
+    assert run.skipped == ["skipped line 2: longer than 4 MB"]
+
+
+def test_empty_lines_are_no_fault(tmp_path: Path) -> None:
+    run = load_run(write_lines(tmp_path / "run.jsonl", b"\n", HEADER, b" \t\n", step_line(1), b"\n", b"x\n", b"y\n"))
+    assert list(run.step) == [1]
+    assert run.skipped == ["skipped line 6 and 1 more: not JSON"]
+    reader = reader_module.RunReader(Path("run.jsonl"))
+    assert reader.take(b"")
+
+
+@pytest.mark.parametrize(("step", "is_sound"), [((1 << 62) - 1, True), (1 << 62, False), (-(1 << 62), False)])
+def test_a_step_number_has_a_bound(tmp_path: Path, step: int, is_sound: bool) -> None:
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, step_line(step)))
+    assert list(run.step) == ([step] if is_sound else [])
+    assert run.skipped == ([] if is_sound else ["skipped line 2: a step without number or metrics"])
+
+
+def test_events_beyond_the_most_are_named_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "MAX_EVENTS", 2)
+    events = [{"kind": "event", "event": "note", "number": number} for number in range(4)]
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, *events))
+    assert [event["number"] for event in run.events] == [0, 1]
+    assert run.skipped == ["skipped line 4 and 1 more: an event beyond the first 2"]
+
+
+def test_a_schema_that_is_no_number_is_foreign_however_long_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=f"schema {'x' * 40};"):
+        load_run(write_lines(tmp_path / "run.jsonl", HEADER | {"schema": "x" * 99}))
+    with pytest.raises(RecordError, match="schema True;"):
+        load_run(write_lines(tmp_path / "run.jsonl", HEADER | {"schema": True}))
+
+
+def test_true_is_neither_a_number_nor_a_size(tmp_path: Path) -> None:
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER | {"world_size": True}, step_line(1, a=True, b=2)))
+    assert run.header.world_size == 1
+    assert run.header.world_size is not True
+    assert math.isnan(run.column("a")[0])
+    assert list(run.column("b")) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda:0", "cuda:0"), (7, "the first one")], ids=["a name", "something else"]
+)
+def test_an_event_may_name_the_device_that_the_model_was_moved_to(tmp_path: Path, device: Any, expected: str) -> None:
+    moved = {"kind": "event", "event": "device", "device": device}
+    other = {"kind": "event", "event": "note", "device": "none of these"}
+    before, start = HEADER | {"device": "before", "model": "other"}, HEADER | {"device": "the first one"}
+    run = load_run(write_lines(tmp_path / "run.jsonl", before, start, moved, other))
+    assert [(header.model, header.device) for header in run.headers] == [("other", "before"), ("GPT", expected)]
+
+
+def test_usual_lines_are_read_at_once_and_one_that_is_too_long_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reader_module.RunReader(Path("run.jsonl"))
+    usual = [step_line(number, a=float(number)) for number in range(9)]
+    for line in (HEADER, *usual):
+        assert reader.take(encode(line))
+    monkeypatch.setattr(reader_module, "_parse", pytest.fail)
+    assert reader.take(encode(step_line(9, a=9.0)))
+    monkeypatch.setattr(reader_module, "MAX_LINE_BYTES", 100)
+    assert not reader.take(encode(step_line(10, a=10.0)).replace(b",", b"," + b" " * 100))
+    reader.settle()
+    assert list(reader.run.column("a")) == list(range(10))
+
+
+def test_a_header_behind_a_thousand_foreign_lines_is_not_looked_for(tmp_path: Path) -> None:
+    foreign = b"{}\n" * reader_module.MAX_LINES_WITHOUT_HEADER
+    with pytest.raises(RecordError, match="no header line"):
+        load_run(write_lines(tmp_path / "run.jsonl", foreign, HEADER))
+    assert len(load_run(write_lines(tmp_path / "run.jsonl", foreign[3:], HEADER)).headers) == 1
+
+
+def test_the_name_of_a_failure_is_cut(tmp_path: Path) -> None:
+    summary = {"kind": "summary", "failure": "x" * 999}
+    assert load_run(write_lines(tmp_path / "run.jsonl", HEADER, summary)).failure == "x" * 200
+    assert load_run(write_lines(tmp_path / "run.jsonl", HEADER, {"kind": "summary"})).failure is None
+    assert load_run(write_lines(tmp_path / "run.jsonl", HEADER)).failure is None
+
+
+def test_marks_that_are_none_leave_a_step_as_it_is(tmp_path: Path) -> None:
+    lines = [step_line(number) | {"marks": marks} for number, marks in enumerate(([], "warmup", ["observed", 3]))]
+    run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, *lines))
+    assert run.marks == {2: ("observed", "3")}
+
+
+def test_a_path_that_is_not_there_names_the_run_that_was_likely_meant(tmp_path: Path) -> None:
+    for name in ("tiny-gpt", "tiny-gpu-x"):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "run.jsonl", HEADER)
+    with pytest.raises(RecordError, match=r"; did you mean .*tiny-gpt\?$"):
+        load_run(tmp_path / "tiny-gtp")
+    with pytest.raises(RecordError, match=r"No such file or directory$"):
+        load_run(tmp_path / "nothing like it")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RecordError, match=r"holds no run \(no run.jsonl\)$"):
+        load_run(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ([{"kind": "summary"}], True),
+        ([HEADER, {"kind": "summary"}, b"\n\n"], True),
+        ([HEADER, {"kind": "summary"}, HEADER], False),
+        ([HEADER, b'{"kind": "summ'], False),
+        ([b"[]"], False),
+        ([], False),
+    ],
+    ids=["alone", "and empty lines", "a further start", "torn", "no object", "empty"],
+)
+def test_a_run_has_ended_when_its_last_line_is_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: list[dict[str, Any] | bytes], expected: bool
+) -> None:
+    path = write_lines(tmp_path / "run.jsonl", *content)
+    assert has_ended(path) is expected
+    monkeypatch.setattr(reader_module, "MAX_LINE_BYTES", 40)  # the end of a long file is enough
+    assert has_ended(path) is expected
+    assert not has_ended(tmp_path / "missing")
+
+
+def test_rows_are_dealt_out_when_enough_of_them_wait() -> None:
+    columns: dict[str, Any] = {}
+    rows = Rows(columns, max_columns=3)
+    rows.add_metrics({"a": 0.0, "b": 0.5})  # 65536 rows of two values are what may wait
+    for number in range(1, (1 << 16) - 1):
+        rows.add((float(number), 0.5))
+    assert len(columns["a"]) == 0
+    rows.add((-1.0, 0.5))
+    assert len(columns["a"]) == len(columns["b"]) == 1 << 16
+    assert (columns["a"][0], columns["a"][2], columns["a"][-1], columns["b"][7]) == (0.0, 2.0, -1.0, 0.5)
+
+
+def test_metrics_that_have_no_column_leave_the_others_in_place() -> None:
+    columns: dict[str, Any] = {}
+    rows = Rows(columns, max_columns=2)
+    assert rows.add_metrics({"a": 1.0, "b": 2.0})
+    assert not rows.add_metrics({"c": 3.0, "b": 4.0})
+    assert rows.add_metrics({"a": True, "b": "-Infinity"})
+    rows.deal()
+    assert list(columns) == ["a", "b"]
+    assert list(columns["b"]) == [2.0, 4.0, -math.inf]
+    assert [math.isnan(value) for value in columns["a"]] == [False, True, True]
+
+
+def test_what_may_wait_for_the_disk_has_a_bound_that_is_reached_and_not_passed(tmp_path: Path) -> None:
+    line = encode(step_line(1))
+    writer = RunWriter(tmp_path / "run.jsonl", max_pending_bytes=2 * len(line))
+    for _ in range(4):
+        writer.write(step_line(1))
+    assert writer.num_dropped == 2
+    writer.close()
+    assert writer.num_dropped == 0
+    assert (tmp_path / "run.jsonl").read_bytes() == 2 * line
+
+
+def test_a_line_longer_than_what_may_wait_is_dropped(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl", max_pending_bytes=100)
+    writer.write({"x": "y" * 100})
+    assert writer.num_dropped == 1
+
+
+def test_the_file_may_be_read_by_all_and_written_by_its_owner(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        RunWriter(tmp_path / "run.jsonl").close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "run.jsonl").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_second_full_disk_gives_a_second_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    for _ in range(2):
+        writer.write(HEADER)
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", _raise_oserror(errno.ENOSPC))
+            assert not writer.flush()
+            assert not writer.flush()
+        assert writer.flush()
+    writer.close()
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_are_written_down_to_twenty_levels(value: float) -> None:
+    def nested(depth: int, inner: Any) -> Any:
+        return inner if depth == 0 else [nested(depth - 1, inner)]
+
+    word = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    # The line is level 0 and its value level 1: twenty lists end at level 20, and what they hold lies on 21.
+    assert json.loads(encode({"x": nested(20, value)})) == {"x": nested(20, word)}
+    assert json.loads(encode({"x": nested(20, None), "y": value})) == {"x": nested(20, "..."), "y": word}
+    assert json.loads(encode({"x": nested(19, None), "y": value})) == {"x": nested(19, None), "y": word}
+
+
+def test_the_time_of_each_start_counts_from_it_to_its_last_step(tmp_path: Path) -> None:
+    # 100 to 104; 200, at which a step ended that is the second start's, to 207; a third start without a step.
+    times = (102.0, 104.0, 200.0, 207.0, 206.0)
+    lines = [{"kind": "step", "step": place, "time": time_s, "metrics": {}} for place, time_s in enumerate(times)]
+    starts = [HEADER | {"started_at": started_at} for started_at in (100.0, 200.0, 300.0)]
+    run = load_run(write_lines(tmp_path / "run.jsonl", *starts, *lines))
+    write_training_log(run, tmp_path / "training_log.json")
+    text = (tmp_path / "training_log.json").read_text()
+    assert json.loads(text)["total_training_time"] == 4.0 + 7.0
+    assert text.startswith('{\n "run"')  # one blank an indent: it is read by people, too

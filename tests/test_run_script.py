@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from flopmeter import Run, TrainingMonitor, load_run
 from flopmeter.integrations._models import Calls, key_of, live, owners, parameters_of
@@ -119,7 +120,10 @@ def test_a_module_with_relative_imports_behaves_as_under_python_m(tmp_path: Path
         "import sys\nfrom .near import value\nprint(value, sys.argv, __spec__.name)\n1/0\n"
     )
     arguments = ("-m", "package.train", "--output-dir", "x", "--quiet")
-    assert flopmeter_run("--quiet", *arguments, cwd=tmp_path) == python(*arguments, cwd=tmp_path)
+    alone = python(*arguments, cwd=tmp_path)
+    assert flopmeter_run("--quiet", *arguments, cwd=tmp_path) == alone
+    together = ("-mpackage.train", *arguments[2:])
+    assert flopmeter_run("-q", "-o", "there", *together, cwd=tmp_path) == alone
 
 
 def test_options_of_python_itself_reach_the_program(tmp_path: Path) -> None:
@@ -710,6 +714,43 @@ def test_steps_and_flop_are_right_whatever_the_loop_looks_like(measure: Any, nam
     assert run.column("perf/model_flop")[-1] == 2 * LAYER * ROUNDS.get(name, 1)
 
 
+def test_an_evaluation_of_averaged_weights_is_a_pause_and_no_work_of_a_step(measure: Any) -> None:
+    loop = Loop()
+    average = copy.deepcopy(loop.model)  # no module that is trained: nothing is hooked
+    rows = torch.ones(5 * BATCH, WIDTH)
+    training, held_out = (DataLoader(TensorDataset(rows), BATCH) for _ in range(2))
+
+    def train() -> None:
+        for _ in range(3):
+            for (batch,) in training:
+                loop.model(batch).square().mean().backward()
+                loop.optimizer.step()
+            with torch.no_grad():
+                for (batch,) in held_out:
+                    average(batch)
+
+    run = measure(train)
+    assert [event["after_step"] for event in run.events if event.get("name") == "eval"] == [5, 10, 15]
+    # The sixth step is to be measured, in which the evaluation falls: another one is.
+    assert set(run.column("perf/model_flop")) == {2 * LAYER}
+
+
+def test_a_second_loader_that_every_step_asks_more_than_once_is_no_evaluation(measure: Any) -> None:
+    loop = Loop()
+    first, second = (DataLoader(TensorDataset(torch.ones(2 * STEPS * BATCH, WIDTH)), BATCH) for _ in range(2))
+
+    def train() -> None:
+        ones, twos = iter(first), iter(second)
+        for _ in range(STEPS):
+            batch = torch.cat([*next(twos), *next(twos), *next(ones)])
+            loop.model(batch).square().mean().backward()
+            loop.optimizer.step()
+
+    run = measure(train)
+    warm_up = 2 + 3  # two steps to understand the loop
+    assert all(event["after_step"] < warm_up for event in run.events if event.get("name") == "eval")
+
+
 def test_skipped_steps_are_told_in_the_record(measure: Any) -> None:
     run = measure(Loop().skipped_by_a_scaler)
     assert [event["event"] for event in run.events].count("skipped_step") == 1  # the other came before we were attached
@@ -729,6 +770,50 @@ def test_something_else_that_is_trained_later_has_a_record_of_its_own(measure: A
     second = load_run(tmp_path / "record-2")
     assert second.step[-1] == 2 * STEPS
     assert second.column("perf/model_flop")[-1] == 4 * LAYER
+
+
+def test_a_training_that_begins_after_a_single_step_of_another_is_measured(measure: Any) -> None:
+    def train() -> None:
+        trial = Loop()
+        trial.backward()
+        trial.optimizer.step()
+        loop = Loop()  # made when all optimizers and modules have been looked at
+        loop.plain()
+        loop.plain()
+
+    run = measure(train)
+    assert run.step[-1] == 2 * STEPS
+    assert run.column("perf/model_flop")[-1] == 2 * LAYER
+
+
+def test_one_that_had_a_few_steps_and_never_another_is_not_waited_for_for_ever(measure: Any) -> None:
+    pair, num_alone = Pair(), MAX_TURNS_APART + 20
+
+    def train() -> None:
+        for _ in range(3):
+            pair.step_first()
+        for _ in range(num_alone):
+            pair.step_second()
+
+    run = measure(train)
+    assert run.step[-1] == num_alone
+    assert run.column("perf/model_flop")[-1] == 3 * LAYER  # forward of both, and the second's weights
+
+
+def test_optimizers_of_trainings_that_are_over_are_not_waited_for(measure: Any, tmp_path: Path) -> None:
+    folds: list[Loop] = []  # kept, as by references in a circle
+
+    def train() -> None:
+        for _ in range(4):
+            folds.append(Loop())
+            for _ in range(MAX_STRAY_TURNS + 5):
+                folds[-1].backward()
+                folds[-1].optimizer.step()
+
+    measure(train)
+    for number in (3, 4):
+        # The eighth stray turn is the first to be learned from, the ninth shows what a step is.
+        assert list(load_run(tmp_path / f"record-{number}").step) == [10, 11, 12, 13]
 
 
 def test_the_last_line_says_when_there_were_more_trainings_than_records(

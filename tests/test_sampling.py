@@ -126,6 +126,32 @@ def test_whoever_asks_gets_another_sample_and_neither_the_first_one_nor_one_afte
     assert plan.next_step == NEVER
 
 
+def test_the_next_sample_is_expected_to_cost_the_mean_of_those_before() -> None:
+    plan = plan_after(FIRST_STEPS, step_s=0.5, interval=10, budget=0.25)
+    assert plan.next_step == 0
+    plan.note_sampled(20, step_s=1.0, reading_s=0.5)
+    plan.note_sampled(40, step_s=1.5, reading_s=1.0)
+    assert plan.spent_s == 3.0
+    # 3 s and the 1.5 s to come are a quarter of 18 s.
+    assert not plan.is_due(50, run_s=17.9, spent_s=3.0)
+    assert plan.next_step == 50 + TYPICAL_STEPS
+    assert plan.is_due(50 + TYPICAL_STEPS, run_s=18.0, spent_s=3.0)
+
+
+def test_a_sampled_step_that_was_shorter_than_usual_costs_what_reading_took() -> None:
+    plan = plan_after(FIRST_STEPS, step_s=0.5)
+    plan.note_sampled(20, step_s=0.25, reading_s=0.125)
+    assert plan.spent_s == 0.125
+
+
+def test_a_sample_that_was_under_way_when_all_was_stopped_is_the_last() -> None:
+    plan = plan_after(FIRST_STEPS)
+    plan.stop()
+    plan.note_sampled(20, step_s=0.3, reading_s=0.1)
+    assert plan.next_step == NEVER
+    assert plan_after(0).is_due(NEVER - 1, run_s=1e9, spent_s=0.0) is False
+
+
 def test_a_fall_by_just_what_counts_is_none() -> None:
     detector = RegimeDetector(min_fall=0.25, patience=1)
     assert detector.update(0, 1.0) is None
@@ -141,6 +167,10 @@ def test_slower_means_more_than_the_steps_scatter() -> None:
     assert not is_slower([0.1] * 20, [0.105] * 20)
     # Median 0.1, typical distance from it 0.02: 0.13 lies within twice that.
     assert not is_slower([0.08, 0.1, 0.12] * 7, [0.13] * 20)
+    # Just a tenth, and just twice the scatter, are not more than that.
+    assert not is_slower([1.0] * 20, [1.1] * 20)
+    assert not is_slower([0.75, 1.0, 1.25] * 7, [1.5] * 20)
+    assert is_slower([0.75, 1.0, 1.25] * 7, [1.51] * 20)
 
 
 def falls(values: list[float]) -> list[Regime]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from flopmeter.monitor.schedule import WARMUP_STEPS, Schedule
 
 
@@ -102,3 +104,42 @@ def test_a_measurement_is_not_hastened_into_the_warm_up_nor_put_off() -> None:
     assert schedule.next_step == 3
     schedule.hasten(7)
     assert schedule.next_step == 3
+
+
+def test_a_phase_of_the_training_goes_on_from_the_last_measurement_of_the_one_before() -> None:
+    before, main = Schedule(10, budget=0.01), Schedule(20, budget=0.01)
+    main.inherit(before)
+    assert main.next_step == WARMUP_STEPS  # nothing was measured: the first one is still to come
+    assert main.is_due(WARMUP_STEPS, run_s=1.0, own_s=1.0)
+    before.note_measured(7, step_s=1.0, reading_s=0.5)
+    main.inherit(before)
+    assert main.next_step == 27
+    assert not main.is_due(27, run_s=99.0, own_s=0.0)  # 0.5 s were spent, and as much is expected
+    assert main.is_due(29, run_s=100.0, own_s=0.0)
+
+
+def test_a_measured_step_that_was_shorter_than_usual_costs_what_reading_took() -> None:
+    schedule = Schedule(10, budget=0.01)
+    schedule.note_step(2.0)
+    schedule.note_measured(3, step_s=1.5, reading_s=0.25)
+    assert schedule.measuring_s == 0.25
+
+
+def test_the_next_measurement_is_expected_to_cost_the_mean_of_those_before() -> None:
+    schedule = Schedule(10, budget=0.125)
+    schedule.note_step(1.0)
+    schedule.note_measured(3, step_s=2.0, reading_s=0.0)
+    schedule.note_measured(13, step_s=3.0, reading_s=1.0)
+    assert schedule.measuring_s == 4.0
+    # 1 s of other things, 4 s of measuring and 2 s to come are an eighth of 56 s.
+    assert not schedule.is_due(23, run_s=55.9, own_s=1.0)
+    assert schedule.is_due(24, run_s=56.0, own_s=1.0)
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(0, 100), (5, 1), (10, 1), (40, 4)])
+def test_a_budget_that_says_no_is_asked_again_a_tenth_of_an_interval_later(interval: int, steps: int) -> None:
+    schedule = Schedule(interval, budget=0.01)
+    schedule.note_measured(3, step_s=1.0, reading_s=1.0)
+    schedule.hasten(50)
+    assert not schedule.is_due(50, run_s=1.0, own_s=0.0)
+    assert schedule.next_step == 50 + steps

@@ -99,6 +99,16 @@ def test_nothing_is_recorded_on_other_steps_and_during_a_capture(monkeypatch: py
     assert loop.device.num_records == 0
 
 
+def test_with_one_connection_no_event_stands_beside_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    loop = Loop(monkeypatch)
+    for number in range(1, SAMPLE_EVERY + 2):
+        loop.step(number)
+    assert loop.told == []  # how long the device waited in a phase is unknown
+    # Of each step: the start of forward and of backward, and its end.
+    assert loop.device.num_records == 3 * (SAMPLE_EVERY + 1)
+
+
 def test_a_failing_event_switches_it_off_and_the_pass_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

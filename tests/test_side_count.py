@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,7 +135,6 @@ def benchmark_rows() -> dict[str, Any]:
     """The models of benchmarks/flop_accuracy.py with their true FLOPs, by hand formula."""
     pytest.importorskip("transformers", reason="the rows are models of transformers, built from configs")
     pytest.importorskip("peft", reason="the LoRA rows need peft")
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     from rows import ROWS
 
     # A gradient penalty is a step of its own, and what a compiled model recomputes is the compiler's choice.

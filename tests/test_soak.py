@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -63,12 +63,7 @@ def test_fifty_runs_in_one_process_leave_nothing_behind(soak: dict[str, Any]) ->
 
 @pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("soak")
 
 
 def test_growth_is_told_in_bytes_a_step(script: ModuleType) -> None:

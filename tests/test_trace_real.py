@@ -7,8 +7,7 @@ start of each kernel up to a whole microsecond and its end down to one. `benchma
 from __future__ import annotations
 
 import gzip
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -40,13 +39,7 @@ def real(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("traces_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("traces")
 
 
 @pytest.mark.parametrize("name", HTA)

@@ -46,6 +46,23 @@ def test_padding_counts_as_processed_only(side: str) -> None:
     assert (work.pairs_causal, work.pairs_processed) == (15 + 6, 50)
 
 
+def test_the_key_padding_mask_of_a_torch_layer_is_true_where_there_is_no_token() -> None:
+    padding = mask([5, 2, 1], 5) == 0
+    by_torch = workload_of({"x": ids(3, 5), "src_key_padding_mask": padding}, Needs(reads="text"))
+    assert by_torch == workload_of({"input_ids": ids(3, 5), "attention_mask": mask([5, 2, 1], 5)})
+    turned = {"x": ids(5, 3), "src_key_padding_mask": padding}
+    assert workload_of(turned, Needs(reads="text", is_sequence_first=True)) == by_torch
+    assert workload_of(turned, Needs(reads="text")) == by_torch  # the mask tells
+
+
+def test_values_of_padded_rows_are_padding() -> None:
+    inputs = {"inputs_embeds": torch.zeros(3, 5, 4), "attention_mask": mask([5, 2, 1], 5)}
+    work = workload_of(inputs)
+    assert (work.values, work.values_padding) == (8 * 4, 7 * 4)
+    assert work.values_squared == 20**2 + 8**2 + 4**2
+    assert work.values_squared + work.values_squared_padding == 3 * 20**2
+
+
 def test_packed_documents_are_told_alike_by_positions_and_by_offsets() -> None:
     needs = Needs(window=2)
     positions = torch.tensor([[0, 1, 2, 0, 1]])

@@ -266,6 +266,25 @@ def test_an_encoder_attends_within_each_sample(tmp_path: Path, batch_first: bool
     assert got.tokens == [b * s for b, s in sizes]
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", ["boolean", "added to scores"])
+def test_padding_is_no_work_where_a_layer_of_torch_is_told_of_it(tmp_path: Path, batch_first: bool, kind: str) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, INNER, dropout=0.0, batch_first=batch_first)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    lengths = ([20, 20, 20, 20], [20, 3, 7, 9], [20, 1, 1, 1], [5, 20], [8, 8, 8, 8])
+
+    def loss(own: list[int]) -> torch.Tensor:
+        is_padding = torch.arange(20) >= torch.tensor(own)[:, None]
+        mask = is_padding if kind == "boolean" else torch.zeros(is_padding.shape).masked_fill(is_padding, -torch.inf)
+        rows = torch.randn(*((len(own), 20) if batch_first else (20, len(own))), WIDTH)
+        out: torch.Tensor = model(rows, src_key_padding_mask=mask)
+        return out.nan_to_num()
+
+    got = trained(tmp_path, model, [lambda own=own: loss(own) for own in lengths])  # type: ignore[misc]
+    assert got.flop == pytest.approx([sum(encoder_flop(1, n) for n in own) for own in lengths], rel=1e-9)
+    assert (got.samples, got.tokens) == ([len(own) for own in lengths], [sum(own) for own in lengths])
+
+
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_source_and_target_of_a_transformer_are_counted_each_by_its_length(tmp_path: Path, batch_first: bool) -> None:

@@ -19,6 +19,10 @@ from msgspec import Struct, field
 from flopmeter.columns import finite
 from flopmeter.schema import PHASES
 
+NEGLIGIBLE = 1e-4
+"""Share of the FLOPs that needs no peak of its own: at a hundredth of the others' speed it would be 1 % of the time.
+Every Llama has such a product, for its rotary embedding in float32, and some makers state no fp32 peak."""
+
 
 class Step(Struct, frozen=True, kw_only=True):
     """What one optimizer step did. Made on every step."""
@@ -47,17 +51,17 @@ def utilisation(flop: Mapping[str, float], peak_flop_per_s: Mapping[str, float],
     """Share of what the device could have done: the sum over dtypes of (FLOPs / peak) / wall time.
 
     Each dtype is held against its own peak, so that a run in bf16 with an fp32 head is not judged by one of them alone.
-    None when a dtype that did work has no known peak. Never clipped: above 1 means a wrong peak, dtype or count.
+    None when a dtype that did work worth mentioning has no known peak. Never clipped: above 1 means a wrong peak, dtype
+    or count.
     """
     if wall_s <= 0:
         return None
     ideal_s = 0.0
     for dtype, amount in flop.items():
-        if amount:
-            peak = peak_flop_per_s.get(dtype)
-            if not peak:
-                return None
+        if peak := peak_flop_per_s.get(dtype):
             ideal_s += amount / peak
+        elif amount > NEGLIGIBLE * sum(flop.values()):
+            return None
     return ideal_s / wall_s
 
 

@@ -36,8 +36,8 @@ def build_app() -> typer.Typer:
         if not module.name.startswith("_"):
             name = module.name.replace("_", "-")
             plugin = import_module(f"{__name__}.{module.name}")
-            settings = getattr(plugin, "CONTEXT_SETTINGS", None)
-            app.command(name, no_args_is_help=False, context_settings=settings)(plugin.command)
+            kind, settings = getattr(plugin, "Command", None), getattr(plugin, "CONTEXT_SETTINGS", None)
+            app.command(name, cls=kind, no_args_is_help=False, context_settings=settings)(plugin.command)
     return app
 
 

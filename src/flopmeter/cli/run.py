@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args
 
 import typer
+from typer.core import TyperCommand
 
 from flopmeter.cli._choice import choose
 from flopmeter.errors import FlopmeterError
@@ -18,8 +19,21 @@ from flopmeter.errors import FlopmeterError
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Whatever follows the program's name, or -m, belongs to the program."""
 
+_WITH_VALUE = ("-o", "--output-dir", "--config", "--mode", "--sinks")
 _STARTUP = Path(__file__).resolve().parents[1] / "integrations" / "_startup"
 _SETTINGS = "FLOPMETER_RUN"
+
+
+class Command(TyperCommand):
+    """Takes `-mMODULE` for `-m MODULE`, as python does, and not for options of ours written together."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        position = 0
+        while position < len(args) and args[position].startswith("-") and not args[position].startswith("-m"):
+            position += 2 if args[position] in _WITH_VALUE else 1
+        if position < len(args) and args[position][:2] == "-m" != args[position]:
+            args = [*args[:position], "-m", args[position][2:], *args[position + 1 :]]
+        return super().parse_args(ctx, args)
 
 
 def command(

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flopmeter.devices.placement import devices_of
 from flopmeter.schema import PHASES
 
 logger = logging.getLogger("flopmeter")
@@ -51,8 +52,7 @@ class Blocking:
         """Called when a backward pass of DDP has done its work, before gradients are waited for. Must not raise."""
         self._phase = phase
         self._is_ddp = any(isinstance(m, DistributedDataParallel) for m in model.modules()) if model else False
-        parameter = next(model.parameters(), None) if model is not None else None
-        self._is_on_host = parameter is None or parameter.device.type == "cpu"
+        self._is_on_host = devices_of(model)[0].type == "cpu"
         self._thread = get_ident()
         self._blocked_ns = [0] * (len(PHASES) + 1)
         self._is_inside = False

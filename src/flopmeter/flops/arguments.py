@@ -23,6 +23,13 @@ NAMED_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", 
 _LABELS = ("label", "labels", "target", "targets", "y")
 _NO_INPUTS = ("mask", "position_ids", "token_type", "cu_seq", "grid_thw", "length", "timestep", "weight")
 
+PADDING_MASKS = {
+    "": ("src_key_padding_mask", "key_padding_mask", "attention_mask"),
+    "decoder_": ("tgt_key_padding_mask", "decoder_attention_mask"),
+    "encoder_": ("memory_key_padding_mask", "encoder_attention_mask"),
+}
+"""Names of masks of (samples, length), by whose text they are for: the call's own, a decoder's, or what that reads."""
+
 MAX_POSITIONS = 64
 
 
@@ -152,6 +159,15 @@ def main_input(inputs: Mapping[str, Tensors], reads: Reads) -> str | None:
     narrow = [name for name in own if _dim(inputs[name]) == 1]
     others = [name for name in inputs if name not in own and _dim(inputs[name]) >= 2]
     return next(iter((*preferred, *wide, *narrow, *others)), None)
+
+
+def padding_mask(inputs: Mapping[str, Any], whose: str = "") -> torch.Tensor | None:
+    """Where a text has tokens, as transformers' masks say it. torch's own layers want True where there is none."""
+    for name in PADDING_MASKS[whose]:
+        mask = inputs.get(name)
+        if isinstance(mask, torch.Tensor):
+            return ~mask if mask.dtype == torch.bool and name.endswith("key_padding_mask") else mask
+    return None
 
 
 def second_input(inputs: Mapping[str, Tensors], main: str) -> torch.Tensor | None:

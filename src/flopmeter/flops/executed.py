@@ -129,7 +129,7 @@ def _over_all_pairs(plan: EstimatePlan, workload: Workload) -> Growth:
 
 
 def _as_if_causal(plan: EstimatePlan, workload: Workload) -> Growth:
-    return plan.executed(_without_gaps(workload), "exact")
+    return plan.executed(without_gaps(workload), "exact")
 
 
 def _over_needed_pairs(plan: EstimatePlan, workload: Workload) -> Growth:
@@ -150,7 +150,7 @@ def _has_gaps(workload: Workload) -> bool:
     )
 
 
-def _without_gaps(workload: Workload) -> Workload:
+def without_gaps(workload: Workload) -> Workload:
     """The same rows, each full of one text. Rows of n tokens have n^2 pairs and n(n + 1) / 2 causal ones."""
     return replace(
         workload,
@@ -159,4 +159,8 @@ def _without_gaps(workload: Workload) -> Workload:
         decoder_tokens=workload.decoder_tokens_processed,
         decoder_pairs_causal=(workload.decoder_pairs_processed + workload.decoder_tokens_processed) // 2,
         cross_pairs=workload.cross_pairs_processed,
+        values=workload.values + workload.values_padding,
+        values_squared=workload.values_squared + workload.values_squared_padding,
+        values_padding=0,
+        values_squared_padding=0,
     )

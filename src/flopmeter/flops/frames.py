@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 
-from flopmeter.flops.arguments import CallNames, flatten
+from flopmeter.flops.arguments import CallNames, flatten, padding_mask
 from flopmeter.flops.unseen import OwnHook, hide_hooks
 from flopmeter.flops.workload import real_tokens
 
@@ -53,7 +53,7 @@ class Batch:
     is_evaluation: bool = False
     """The root was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
-    """The call's arguments, kept only where an uncompiled twin may have to be counted with them."""
+    """The call's arguments, kept only where a twin may have to be counted with them."""
     autocast: tuple[str, torch.dtype] | None = None
     """The autocast around the call, kept with its arguments: the loop has left it when the twin is counted."""
 
@@ -107,6 +107,11 @@ class FrameTracker:
         """Whether any part of the roots runs compiled code."""
         return any(is_compiled(module) for root in self._roots for module in root.modules())
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether a root calls copies of its model on threads of their own, one for each device."""
+        return any(is_spread(root) for root in self._roots)
+
     def current(self) -> Frame:
         """The innermost running module."""
         return self._stack[-1] if self._stack else NO_FRAME
@@ -123,8 +128,8 @@ class FrameTracker:
         return self._frames[index] if index >= 0 else NO_FRAME
 
     def install(self) -> None:
-        """Put hooks on every module of the roots that is not inside a compiled region."""
-        keeps_arguments = self.has_compiled
+        """Put hooks on every module of the roots that is not inside a compiled region, or called on other threads."""
+        keeps_arguments = self.has_compiled or self.is_spread
         for root in self._roots:
             for path, module in _visible_modules(root):
                 enter = _EnterHook(self, path, module is root, keeps_arguments)
@@ -234,9 +239,14 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Whether it is nn.DataParallel over several devices: operators on its threads are not seen."""
+    return isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+
+
 def _visible_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     yield path, root
-    if is_compiled(root):
+    if is_compiled(root) or is_spread(root):
         return
     for name, child in root.named_children():
         yield from _visible_modules(child, f"{path}.{name}" if path else name)
@@ -249,14 +259,17 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         return Batch()
     is_sequence = first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point())
     batch = Batch(samples=first.shape[0], length=first.shape[1] if is_sequence else None)
+    mask = padding_mask(kwargs)
+    if is_sequence:
+        _turn(batch, mask)
     pixels, grid = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
     if isinstance(pixels, torch.Tensor) and first is not pixels:
         batch.patches, batch.pixels = pixels.shape[0], pixels.shape
     elif isinstance(grid, torch.Tensor):
         batch.patches = grid.shape[0]
     if batch.length is not None:
-        batch.token_is_real = _real_tokens(kwargs.get("attention_mask"), batch)
-        batch.decoder_token_is_real = _real_tokens(kwargs.get("decoder_attention_mask"))
+        batch.token_is_real = _real_tokens(mask, batch)
+        batch.decoder_token_is_real = _real_tokens(padding_mask(kwargs, "decoder_"))
         batch.memory = _memory(kwargs.get("encoder_hidden_states"), kwargs)
     return batch
 
@@ -278,12 +291,20 @@ def _real_tokens(mask: Any, batch: Batch | None = None) -> torch.Tensor | None:
     return real_tokens(mask)
 
 
+def _turn(batch: Batch, mask: torch.Tensor | None) -> None:
+    """Torch's own layers have the sequence first by default; a mask has the samples first, always."""
+    if mask is not None and tuple(mask.shape) == (batch.length, batch.samples):
+        batch.samples, batch.length = mask.shape
+
+
 def _memory(states: Any, kwargs: Mapping[str, Any]) -> Batch | None:
     """What an encoder made, as a decoder is given it."""
     if not _has_sizes(states) or states.dim() != 3:
         return None
     memory = Batch(samples=states.shape[0], length=states.shape[1], storage=_storage(states))
-    memory.token_is_real = _real_tokens(kwargs.get("encoder_attention_mask"), memory)
+    mask = padding_mask(kwargs, "encoder_")
+    _turn(memory, mask)
+    memory.token_is_real = _real_tokens(mask, memory)
     return memory
 
 
@@ -293,7 +314,7 @@ def _decoder_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], aro
     memory = _memory(states, kwargs)
     if memory is None or around.memory is not None:
         return None  # no decoder, or a layer of one
-    text = read_batch(args, kwargs)
+    text = read_batch(args, {**kwargs, "key_padding_mask": kwargs.get("tgt_key_padding_mask")})
     if text.length is None or not (around.length or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)):
         return None  # an image's rows, which attend to a text
     text.memory = memory

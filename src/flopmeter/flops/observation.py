@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from flopmeter.devices.placement import devices_of
 from flopmeter.flops import formulas
 from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
@@ -23,6 +25,7 @@ from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
 from flopmeter.flops.patching import skip_in_compiler, surround_backward
 from flopmeter.flops.repeats import Repeats
+from flopmeter.flops.tf32 import product_dtype, tf32_families
 
 logger = logging.getLogger("flopmeter")
 
@@ -69,8 +72,9 @@ class Observation:
         self.calls: list[Call] = []
         self.uncounted: dict[str, int] = {}
         self.roots = roots
-        first = next((parameter for root in roots for parameter in root.parameters()), None)
-        self.device_type = first.device.type if first is not None else "cpu"
+        device = devices_of(nn.ModuleList(roots))[0]
+        self.device_type = device.type
+        self._tf32_families = tf32_families(device)
         self.facts = None if count_fake else StepFacts(self.device_type)
         self._frames = FrameTracker(roots)
         self._pairs = PairTracker()
@@ -166,7 +170,7 @@ class Observation:
                 phase=phase,
                 frame=frame,
                 op=op,
-                dtype=_dtype_of(args),
+                dtype=product_dtype(_dtype_of(args), formula.family, self._tf32_families),
                 is_attention=formula.family in _ATTENTION_FAMILIES,
                 work=work,
                 pairs=self._pairs_of(op, formula, {**bound, **kwargs}, out, frame, node),
@@ -265,12 +269,23 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(t.__name__ in _OPAQUE for t in types):
             return NotImplemented
         out = func(*args, **kwargs)
-        if self.is_quiet or os.getpid() != self._pid:
+        if self.is_quiet or os.getpid() != self._pid or _is_graph_made():
             return out  # in a data loader's worker, forked during the step
         # DTensor's sharding propagation tries operators on fake tensors: no work is done there.
         if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
             self._take(func, args, kwargs, out)
         return out
+
+
+def _is_graph_made() -> bool:
+    """Whether torch.compile warms up or records a CUDA graph, as it does in mode "reduce-overhead".
+
+    It then counts what is alive in the graph's memory, and ends the user's step with an error over a mask that we kept.
+    And a sum of ours would be recorded: each replay would write it to where something else may be by then.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # whoever makes such graphs has loaded it
+    lock = getattr(trees, "graph_capture_lock", None)
+    return lock is not None and bool(lock.locked())
 
 
 def _gradient_node() -> Any:

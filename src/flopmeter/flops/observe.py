@@ -11,7 +11,7 @@ when it is all tiny ones), so a monitor does this once in hundreds of steps.
 
 Compiled code shows its products and little else: fused masks, recomputation and (with some back ends) everything stay
 inside. So the same batch is also counted on the model's uncompiled twin, on shapes only; that says what the mathematics
-needs, and how much of it was seen.
+needs, and how much of it was seen. The same goes for a forward pass that runs on other threads, as nn.DataParallel's.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ class ObservedStep(Observation):
     def result(self, convention: Convention = "exact") -> FlopCount:
         """The FLOPs of the step."""
         seen = super().result(convention)
-        if not self.has_compiled:
+        is_elsewhere = self._frames.is_spread or (seen.backward_flop > 0 and not seen.forward_flop)
+        if not self.has_compiled and not is_elsewhere:
             return seen
         try:
             twin = self._count_twin(convention)
         except CountError as error:
+            if is_elsewhere:
+                raise CountError(
+                    f"the forward pass was not seen, and its twin could not be counted: {error}"
+                ) from error
             return replace(seen, left_out=(*seen.left_out, f"The uncompiled twin could not be counted: {error}"))
         recompute_flop = twin.recompute_flop
         if twin.recompute_flop and not self._hides_masks():  # the compiler decides what it computes again

@@ -27,7 +27,9 @@ _KEEPS_SCORES = frozenset({
     "aten::div_", "aten::sub", "aten::sub_", "aten::tanh", "aten::clamp", "aten::nan_to_num", "aten::native_dropout",
     "aten::dropout", "aten::cat",
 })  # fmt: skip
-TRACKED = SCORE_PRODUCTS | _SOFTMAX | _MASKED_FILL | _ADD | _KEEPS_SCORES | {"aten::where"}
+_MASKS_NOTHING = frozenset({"aten::zeros", "aten::new_zeros", "aten::zeros_like", "aten::embedding"})
+_KEEPS_SHAPE = frozenset({"aten::alias", "aten::detach", "aten::clone", "aten::contiguous", "aten::_to_copy"})
+TRACKED = SCORE_PRODUCTS | _SOFTMAX | _MASKED_FILL | _ADD | _KEEPS_SCORES | _MASKS_NOTHING | {"aten::where"}
 MAX_PAIRS = 1 << 26
 """Most pairs that a mask given as a function is asked about, evenly spread: more would take the device's time."""
 BAND_PAIRS = 1 << 22
@@ -63,9 +65,12 @@ class PairTracker:
     def follow(self, op: str, args: tuple[Any, ...], out: Any, query_is_real: torch.Tensor | None) -> None:
         """Carry the tag of the scores through one operator that is not itself a matrix product."""
         pairs = _find_tag(args)
-        if pairs is None or not isinstance(out := _first_of(out), torch.Tensor):
+        if not isinstance(out := _first_of(out), torch.Tensor):
             return
-        if op in _SOFTMAX:
+        if pairs is None:
+            if out.is_meta and (masks := _masks_after(op, args)) is not None:
+                out._flopmeter_masks = (out._version, masks)  # type: ignore[attr-defined]
+        elif op in _SOFTMAX:
             if args[1] in (-1, args[0].dim() - 1) and not pairs.is_attention:
                 pairs.is_attention = True
                 pairs.num_keys = int(args[0].shape[-1])
@@ -93,6 +98,7 @@ class PairTracker:
         self, allowed: list[torch.Tensor], scores_shape: torch.Size, query_is_real: torch.Tensor | None
     ) -> torch.Tensor | float | None:
         """Share of the pairs that all masks let through and whose query is no padding, as a device scalar."""
+        allowed = [part for mask in allowed for part in _masks_in(mask)]
         if not allowed:
             return unmasked_share(query_is_real, *scores_shape[-2:])
         if any(mask.is_meta for mask in allowed):
@@ -192,6 +198,31 @@ def _mask_of(op: str, args: tuple[Any, ...]) -> torch.Tensor | None:
         condition: torch.Tensor = args[0]
         return condition if _tag_of(args[1]) is not None else ~condition
     return None
+
+
+def _masks_after(op: str, args: tuple[Any, ...]) -> list[torch.Tensor] | None:
+    """The masks that went into a bias without values (T5's positions), whose sum has lost them; None: nobody knows."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim() > 0]
+    if op in _MASKS_NOTHING:
+        return []
+    if op in _ADD:
+        masks = [mask for part in tensors for mask in _masks_in(part)]
+    elif op in _MASKED_FILL:
+        masks = [*_masks_in(args[0]), ~args[1]]
+    elif op == "aten::where" and len(args) == 3:
+        is_kept = args[1].is_meta and args[1].dim() > 0
+        masks = [args[0] if is_kept else ~args[0], *_masks_in(args[1] if is_kept else args[2])]
+    else:
+        masks = _masks_in(tensors[0]) if len(tensors) == 1 else []
+        if len(tensors) != 1 or (masks and op not in _KEEPS_SHAPE):
+            return None
+    return None if any(mask.is_meta for mask in masks) else masks
+
+
+def _masks_in(mask: torch.Tensor) -> list[torch.Tensor]:
+    """What masks a tensor holds: those that went into it where it has no values of its own, else itself."""
+    known: tuple[int, list[torch.Tensor]] | None = getattr(mask, "_flopmeter_masks", None)
+    return known[1] if known is not None and known[0] == mask._version else [mask]
 
 
 def _tag(tensor: torch.Tensor, pairs: Pairs) -> None:

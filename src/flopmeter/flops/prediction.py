@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flopmeter.flops.estimate import EstimatePlan
-from flopmeter.flops.executed import Executed, by_kind, kind_of
+from flopmeter.flops.executed import Executed, by_kind, kind_of, without_gaps
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.varying import Counts
 from flopmeter.flops.workload import Workload, pairs
@@ -168,10 +168,10 @@ def _scales(before: Mapping[str, float], after: Mapping[str, float], seen: Mappi
 
 
 def as_if_unpadded(workload: Workload) -> Workload:
-    """The same rows of text with every padding token a real one: what the device processed."""
+    """The same rows with every padding token a real one: what the device processed."""
     rows, tokens = workload.samples, workload.tokens_processed
-    if not rows or workload.tokens == tokens:
+    is_padded = workload.tokens != tokens or workload.decoder_tokens != workload.decoder_tokens_processed
+    if not rows or not is_padded:
         return workload
-    length = tokens // rows
-    window = rows * pairs(length, causal=True, window=workload.window) if workload.window else 0
-    return replace(workload, tokens=tokens, pairs_causal=rows * pairs(length, causal=True), pairs_window=window)
+    window = rows * pairs(tokens // rows, causal=True, window=workload.window) if workload.window else 0
+    return replace(without_gaps(workload), pairs_window=window)

@@ -44,6 +44,7 @@ from flopmeter.flops.profiler_events import (
 )
 from flopmeter.flops.profiler_guard import Recording
 from flopmeter.flops.side_count import call_arguments, loss_of, untouched, unwrap
+from flopmeter.flops.tf32 import product_dtype, tf32_families
 
 UNSEEN_MASKS = (
     "The profiler records shapes, not values: padding, masks given as tensors, and attention made of plain products "
@@ -60,10 +61,15 @@ _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
 
 
 class ProfiledStep:
-    """One step under torch's profiler: `start` and `stop` on the same thread, never in the first steps of a run."""
+    """One step under torch's profiler: `start` and `stop` on the same thread, never in the first steps of a run.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where the model trains, which decides what float32 runs in.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self._recording = Recording()
+        self._device = device
         self._undo: list[Callable[[], None]] = []
         self._reading: _Reading | None = None
 
@@ -83,7 +89,7 @@ class ProfiledStep:
             undo()
         self._undo = []
         if events:
-            self._reading = _read_events(events)
+            self._reading = _read_events(events, tf32_families(self._device))
 
     def __enter__(self) -> ProfiledStep:
         self.start()
@@ -131,7 +137,7 @@ def profile_flops(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | t
     own |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map_only(torch.Tensor, partial(_on_loan, device=device), call_arguments(model, batch))
     with untouched(model), torch.enable_grad(), _reparametrize_module(model, own, tie_weights=True):
-        with ProfiledStep() as profiled:
+        with ProfiledStep(device) as profiled:
             loss = loss_of(model(*args, **kwargs))
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -209,9 +215,9 @@ class _Reading(NamedTuple):
         yield f"torch.profiler's own sum for this step is {self.profiler_flop:.4g} FLOP."
 
 
-def _read_events(raw_events: Iterable[Any]) -> _Reading:
+def _read_events(raw_events: Iterable[Any], in_tf32: frozenset[str]) -> _Reading:
     events = [Event(raw) for raw in raw_events if not raw.is_async()]
-    counter = _Counter(events)
+    counter = _Counter(events, in_tf32)
     return _Reading(
         ops=counter.ops,
         uncounted=dict(counter.uncounted),
@@ -223,8 +229,9 @@ def _read_events(raw_events: Iterable[Any]) -> _Reading:
 class _Counter:
     """Walks the tree of events, knowing at each which part of the step it belongs to."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    def __init__(self, events: Sequence[Event], in_tf32: frozenset[str]) -> None:
         self.ops: list[_Op] = []
+        self._in_tf32 = in_tf32
         self.uncounted: dict[str, int] = defaultdict(int)
         roots = tree(events)
         self._graph_building = [(event.start_ns, event.end_ns) for event in events if event.name == _BUILDS_GRAPH]
@@ -241,7 +248,7 @@ class _Counter:
                 return True
             work = event.work(formula)
             if work is not None:
-                self._take(event, place, work)
+                self._take(event, place, work, formula.family)
                 return True
         found = [self._count(child, place) for child in event.children]
         if any(found) or (formula is None and not looks_like_matrix_work(event.name)):
@@ -263,11 +270,12 @@ class _Counter:
     def _builds_graph(self, event: Event) -> bool:
         return any(start_ns <= event.start_ns < end_ns for start_ns, end_ns in self._graph_building)
 
-    def _take(self, event: Event, place: _Place, work: Work) -> None:
+    def _take(self, event: Event, place: _Place, work: Work, family: str) -> None:
         share = self._shares.get(place.node) if place.node is not None and place.phase == "backward" else None
         if share is not None:
             work = work._replace(exact=round(work.full * share))
         dtype = next((argument.dtype for argument in event.arguments() if isinstance(argument, Spec)), "unknown")
+        dtype = product_dtype(dtype, family, self._in_tf32)
         self.ops.append(_Op(place.phase, event.name, dtype, work, place.has_gradients_off))
 
 

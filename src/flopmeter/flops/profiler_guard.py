@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -59,16 +59,17 @@ class Recording:
 
     Args:
         with_shapes: Record what each operator was called with, which doubles the cost.
-        with_kernels: Record what a CUDA device does. CUPTI stays attached afterwards, and may slow the run.
+        devices: CUDA devices whose kernels are recorded and waited for. CUPTI stays attached afterwards, and may slow
+            the run.
     """
 
-    def __init__(self, *, with_shapes: bool = True, with_kernels: bool = False) -> None:
+    def __init__(self, *, with_shapes: bool = True, devices: Collection[torch.device] = ()) -> None:
         self.was_cut_short = False
         """The user started a profiler, and this session ended early; or the device could not be waited for."""
         self.ended = threading.Event()
         self.profiler: torch_profiler.profile | None = None
         self._with_shapes = with_shapes
-        self._with_kernels = with_kernels
+        self._devices = devices
         self._thread = 0
         self._process = 0
 
@@ -93,10 +94,10 @@ class Recording:
                 raise CountError(f"the step is not profiled: {reason}")
             self.profiler = torch_profiler.profile(
                 use_kineto=True,
-                use_device="cuda" if self._with_kernels else None,
+                use_device="cuda" if self._devices else None,
                 record_shapes=self._with_shapes,
                 with_flops=self._with_shapes,
-                activity_filters=_WITH_KERNELS if self._with_kernels else _OPERATORS,
+                activity_filters=_WITH_KERNELS if self._devices else _OPERATORS,
             )
             self._thread, self._process = threading.get_ident(), os.getpid()
             _sessions.own = self
@@ -130,7 +131,7 @@ class Recording:
                 raise CountError("a profiled step must be stopped on the thread that started it: stop it there")
             ended, self.profiler, _sessions.own = self.profiler, None, None
             atexit.unregister(self._stop_at_exit)
-            is_whole = ended.use_device is None or _has_synchronized()
+            is_whole = ended.use_device is None or _has_synchronized(self._devices)
             ended.use_device = None  # torch waits before it ends the session, and a wait that fails leaves it running
             try:
                 ended.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -147,12 +148,16 @@ class Recording:
             self.give_way()
 
 
-def _has_synchronized() -> bool:
-    """Wait until the device has done what was recorded, unless that would spoil a graph that is being captured."""
+def _has_synchronized(devices: Collection[torch.device]) -> bool:
+    """Wait until the devices have done what was recorded, unless that would spoil a graph that is being captured.
+
+    Each by its name: the current one may be another, on which a wait would even make a context.
+    """
     try:
         if torch.cuda.is_current_stream_capturing():
             return False
-        torch.cuda.synchronize()
+        for device in devices:
+            torch.cuda.synchronize(device)
     except Exception:  # noqa: BLE001 - the user's own error on the device: their next call shall report it, not ours
         return False
     return True

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
+from flopmeter.devices.placement import devices_of
 from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.profiler_guard import Recording, blocker
 from flopmeter.flops.step_profile import Kernel, Marks, Range, Span, StepProfile, reduce_cpu, reduce_cuda
@@ -55,7 +56,7 @@ class SampledStep:
         self._model = model
         self.is_cuda = device_type == "cuda"
         """Whether kernels are recorded, by a tracer that stays attached."""
-        self._recording = Recording(with_shapes=False, with_kernels=self.is_cuda)
+        self._recording = Recording(with_shapes=False, devices=devices_of(model) if self.is_cuda else ())
         self._forward: list[Span] = []
         self._backward: list[Span] = []
         self._graph_building: list[Span] = []

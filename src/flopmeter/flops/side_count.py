@@ -207,7 +207,7 @@ def _autocast_dtype() -> str | None:
 
 
 def _cast(call: Call, dtype: str) -> Call:
-    is_cast = call.dtype in ("float32", "float16", "bfloat16") and "fft" not in call.op
+    is_cast = call.dtype in ("float32", "tf32", "float16", "bfloat16") and "fft" not in call.op
     return call._replace(dtype=dtype) if is_cast else call
 
 

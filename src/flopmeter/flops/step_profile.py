@@ -129,8 +129,12 @@ def reduce_cuda(ranges: Iterable[Range], kernels: Iterable[Kernel], marks: Marks
     own = [kernel for kernel in kernels if _was_launched_inside(kernel, walk, marks)]
     if not own:
         return None
-    intervals: list[tuple[int, int, Kind]] = [(k.start_ns, k.end_ns, _kernel_kind(k, walk)) for k in own]
-    whole = (min(k.start_ns for k in own), max(k.end_ns for k in own))
+    kinds = [_kernel_kind(k, walk) for k in own]
+    begin_ns = _begin_ns(own, kinds)
+    intervals = [
+        (max(k.start_ns, begin_ns), k.end_ns, kind) for k, kind in zip(own, kinds, strict=True) if k.end_ns > begin_ns
+    ]
+    whole = (begin_ns, max(k.end_ns for k in own))
     intervals += [(start, end, "gap") for start, end in subtract([whole], walk.loading)]
     spent: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for kernel in own:
@@ -328,6 +332,20 @@ def _was_launched_inside(kernel: Kernel, walk: _Walk, marks: Marks) -> bool:
     """Kernels of the step before run into this one: only what was launched in it is its own."""
     launched_ns = marks.launches.get(kernel.launch_id, walk.start_by_id.get(kernel.op_id))
     return launched_ns is not None and marks.step[0] <= launched_ns < marks.step[1]
+
+
+def _begin_ns(kernels: Sequence[Kernel], kinds: Sequence[Kind]) -> int:
+    """When the device comes to this step: when the stream that computes does.
+
+    Until then that works for the step before, unrecorded, and what runs beside it (the next batch on its way, on a
+    stream of its own) is hidden by it.
+    """
+    busy_ns: dict[int, int] = defaultdict(int)
+    for kernel, kind in zip(kernels, kinds, strict=True):
+        if kind not in ("copy", "communication"):
+            busy_ns[kernel.stream] += kernel.end_ns - kernel.start_ns
+    stream = max(busy_ns, key=busy_ns.__getitem__, default=None)
+    return min(kernel.start_ns for kernel in kernels if stream is None or kernel.stream == stream)
 
 
 def _kernel_kind(kernel: Kernel, walk: _Walk) -> Kind:

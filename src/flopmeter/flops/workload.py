@@ -16,7 +16,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from flopmeter.flops.arguments import NAMED_INPUTS, Reads, flatten, is_list_of_samples, main_input, second_input
+from flopmeter.flops.arguments import (
+    NAMED_INPUTS,
+    Reads,
+    flatten,
+    is_list_of_samples,
+    main_input,
+    padding_mask,
+    second_input,
+)
 
 _N = TypeVar("_N", int, torch.Tensor)
 
@@ -82,6 +90,10 @@ class Workload:
     """Numbers in them (pixels times channels): a patch embedding or convolution knows how many make one row."""
     values_squared: int = 0
     """Sum over images of their values, squared: pairs grow with it."""
+    values_padding: int = 0
+    """Numbers on top that stand for padding, where the rows of a sequence are given with a mask."""
+    values_squared_padding: int = 0
+    """By how much these make the sum of squares larger."""
     patches: int = 0
     """Vision patches of images that come cut into patches (`image_grid_thw`)."""
     patch_pairs: int = 0
@@ -167,9 +179,9 @@ def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
 
     Args:
         batch: Keyword arguments of the model, a sequence of positional ones, or one tensor. Recognised are token ids
-            or embeddings, 2-D attention masks, `cu_seqlens`, `position_ids` that start anew with each packed document,
-            dense images or recordings, and `image_grid_thw` / `video_grid_thw`; of other names, the first that looks
-            like an input, in containers too.
+            or embeddings, 2-D attention masks and key padding masks, `cu_seqlens`, `position_ids` that start anew with
+            each packed document, dense images or recordings, and `image_grid_thw` / `video_grid_thw`; of other names,
+            the first that looks like an input, in containers too.
     """
     needs = needs or Needs()
     found: dict[str, Any] = {"window": needs.window, "patch_window": needs.patch_window}
@@ -181,6 +193,8 @@ def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
         found |= _dense(inputs, needs) | _grids(inputs, needs.patch_window)
         text, lengths = _text(inputs, "", needs)
         found |= text
+        if lengths is not None and "inputs_embeds" in inputs and not any(name in inputs for name in _DENSE):
+            found |= _unpadded(found, lengths)
         if needs.has_decoder:
             decoder, decoder_lengths = _text(inputs, "decoder_", needs)
             found |= {f"decoder_{name}": value for name, value in decoder.items() if name in _TEXT}
@@ -263,8 +277,10 @@ def _text(inputs: Mapping[str, torch.Tensor], prefix: str, needs: Needs) -> tupl
     rows, length = (1, ids.shape[0]) if ids.dim() == 1 else tuple(ids.shape[:2])
     if needs.is_sequence_first and ids.dim() > 1:
         rows, length = length, rows
+    mask, positions = padding_mask(inputs, prefix), inputs.get(f"{prefix}position_ids")
+    if mask is not None and tuple(mask.shape) == (length, rows):
+        rows, length = length, rows  # a mask has its samples first, whatever the text does
     found: dict[str, Any] = {"samples": rows, "tokens_processed": rows * length, "pairs_processed": rows * length**2}
-    mask, positions = inputs.get(f"{prefix}attention_mask"), inputs.get(f"{prefix}position_ids")
     offsets = next((inputs[name] for name in _OFFSETS if name in inputs), None) if not prefix else None
     if offsets is not None:
         return {**found, **_from_lengths(offsets.diff().long(), window)}, None
@@ -335,6 +351,18 @@ def _dense(inputs: Mapping[str, torch.Tensor], needs: Needs) -> dict[str, int]:
     else:
         images = dense.shape[0] * (dense.shape[1] if dense.dim() == 5 and dense.shape[2] <= 4 else 1)
     return {"images": images, "values": dense.numel(), "values_squared": dense.numel() ** 2 // images}
+
+
+def _unpadded(dense: Mapping[str, Any], lengths: torch.Tensor) -> dict[str, Any]:
+    """Rows of features, as many of each sample as its length says: what of their values is padding."""
+    width = dense["values"] // max(dense["tokens_processed"], 1)
+    values, squared = lengths.sum() * width, (lengths * width).square().sum()
+    return {
+        "values": values,
+        "values_squared": squared,
+        "values_padding": dense["values"] - values,
+        "values_squared_padding": dense["values_squared"] - squared,
+    }
 
 
 def _grid_tensors(inputs: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from torch import nn
 
 from flopmeter.integrations._models import Calls, has_gradients, key_of, live, owners, parameters_of
-from flopmeter.integrations._steps import IN_BACKWARD, LEARNING_TURNS, CycleLearner
+from flopmeter.integrations._steps import IN_BACKWARD, LEARNING_TURNS, MAX_TURNS_APART, CycleLearner
 
 
 class Discovery:
@@ -17,17 +18,22 @@ class Discovery:
     Args:
         on_ready: Called once, between two steps.
         num_missed: Steps that were done before.
+        gone: Keys of optimizers that the program has done with, whether or not they are still there.
         is_in_backward: Whether the optimizers step inside the backward pass.
     """
 
-    def __init__(self, on_ready: Callable[[], None], num_missed: int, *, is_in_backward: bool) -> None:
+    def __init__(
+        self, on_ready: Callable[[], None], num_missed: int, gone: Collection[Hashable], *, is_in_backward: bool
+    ) -> None:
         optimizers, modules = live()
         keys: set[Hashable] = {key_of(optimizer) for optimizer in optimizers}
         self.optimizers: dict[Hashable, Any] = {}
         """Those that have had a turn outside of a backward pass, by their keys."""
         self._on_ready = on_ready
         self._num_missed = num_missed
-        self._learner = CycleLearner({IN_BACKWARD} if is_in_backward else keys)
+        self._seen = {IN_BACKWARD} if is_in_backward else keys
+        self._turns: Counter[Hashable] = Counter()
+        self._learner = CycleLearner(self._seen.difference(gone))
         self._calls = Calls(owners(parameters_of(optimizers), modules), self._note_forward)
 
     @property
@@ -58,10 +64,22 @@ class Discovery:
         if not self._learner.num_turns and not has_gradients(optimizer):
             return  # some call `step` once before the training begins, to quieten a scheduler
         key = key_of(optimizer)
+        self._turns[key] += 1
+        if self._turns[key] > MAX_TURNS_APART:
+            return  # it will not be understood any more, until somebody looks again
         self.optimizers[key] = optimizer
         self._learner.note(key)
         if self._is_ready():
             self._on_ready()
+
+    def num_lost(self, optimizer: Any) -> int:
+        """Steps of an optimizer that show that the program trains something else by now; 0 while they do not.
+
+        It came after the look at all objects, or goes on and on without making the cycle that was learned.
+        """
+        num_turns = self._turns[key := key_of(optimizer)]
+        is_lost = num_turns >= (1 if key not in self._seen else MAX_TURNS_APART)
+        return num_turns if is_lost else 0
 
     def close(self) -> None:
         """Take all hooks away."""

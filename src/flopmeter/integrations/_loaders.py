@@ -1,7 +1,8 @@
 """Which wait for a batch belongs to the training? Every DataLoader of the program is timed, on one thread.
 
 During an evaluation the loop fetches from another loader: those waits are part of the pause. Its end shows when the
-loader is asked that fed the last training step.
+loader is asked that fed the last training step. What is evaluated may be no module that we know, such as an average of
+the weights: then another loader that is asked again and again, with no training in between, shows the evaluation.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class WaitListener(hooks.WaitListener, Protocol):
 
     @property
     def is_evaluating(self) -> bool: ...
+    def on_other_loader(self) -> bool: ...
 
 
 class LoaderMarks:
@@ -41,6 +43,9 @@ class LoaderMarks:
             return False
         if last is None or not last.made(iterator):
             self._last = _Loader(iterator)
+        elif last is not training and training is not None and self._listener.on_other_loader():
+            self._last = training
+            return False
         return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, Protocol, TypeVar
 
 from flopmeter.integrations._discovery import Discovery
@@ -21,7 +21,7 @@ class Keeper(Protocol):
     """Whoever holds the session."""
 
     def guarded(self, action: Callable[[_T], None], argument: _T) -> None: ...
-    def start_anew(self, num_missed: int) -> None: ...
+    def start_anew(self, num_missed: int, gone: Collection[Hashable]) -> None: ...
 
 
 class Session:
@@ -76,7 +76,8 @@ class Session:
             self._loaders.on_step()
         self._marks.on_optimizer_end(is_step_over=is_over)
         if self._rule.is_lost:
-            self._keeper.start_anew(self._rule.num_missed)
+            # One that joins in has missed nothing, and the others go on.
+            self._keeper.start_anew(self._rule.num_missed, self._rule.cycle if self._rule.num_missed else ())
 
     def on_any_optimizer(self, optimizer: Any, *, is_in_backward: bool) -> None:
         """Some optimizer is about to step. A new one, perhaps for the same parameters, will tell of it by itself."""

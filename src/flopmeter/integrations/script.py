@@ -14,10 +14,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from importlib import import_module
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flopmeter")
 
 MAX_RECORDS = 16
+FREE_LOOKS, LOOK_SHARE = 4, 1e-3
+"""Looks at all objects that are taken as soon as they are wanted, and the share of the time for those after them: a
+loop may make a new optimizer for each of its steps."""
 _T = TypeVar("_T")
 
 
@@ -61,6 +65,9 @@ class Program:
         self._session: Session | None = None
         self._num_records = 0
         self._num_missed = 0
+        self._gone: set[Hashable] = set()
+        self._num_looks = 0
+        self._look_again_s = 0.0
         self._has_more = False
         self._is_idle = False
         self._last_words = ""
@@ -124,15 +131,17 @@ class Program:
         except Exception as error:  # noqa: BLE001 - the program comes first
             self._give_up(f"{type(error).__name__}: {error}")
 
-    def start_anew(self, num_missed: int) -> None:
+    def start_anew(self, num_missed: int, gone: Collection[Hashable]) -> None:
         """The program trains something else now: close this record, and learn again.
 
         Args:
             num_missed: Steps of it that are in no record. The turn that brought it out is told again.
+            gone: Keys of the optimizers whose training is over.
         """
         assert self._session is not None
         self._last_words = self._session.finish()
         self._num_missed = num_missed
+        self._gone.update(gone)
         self._session = None
         self._thread = None
 
@@ -141,10 +150,16 @@ class Program:
             self._session.on_any_optimizer(optimizer, is_in_backward=_is_in_backward())
 
     def _learn(self, optimizer: Any) -> None:
+        is_in_backward = _is_in_backward()
+        found = self._discovery
+        num_lost = found.num_lost(optimizer) if found is not None and not is_in_backward else 0
+        if found is not None and num_lost and monotonic() >= self._look_again_s:
+            found.close()
+            self._discovery, self._num_missed = None, num_lost
         if self._discovery is None:
             self._begin()
         if self._discovery is not None:
-            self._discovery.note(optimizer, is_in_backward=_is_in_backward())
+            self._discovery.note(optimizer, is_in_backward=is_in_backward)
 
     def _begin(self) -> None:
         is_measured = _is_measured_already()
@@ -157,7 +172,11 @@ class Program:
         _import_apart("flopmeter.integrations._session")
         from flopmeter.integrations._discovery import Discovery
 
-        self._discovery = Discovery(self._attach, self._num_missed, is_in_backward=_is_in_backward())
+        start_s = monotonic()
+        self._discovery = Discovery(self._attach, self._num_missed, self._gone, is_in_backward=_is_in_backward())
+        self._num_looks += 1
+        end_s = monotonic()
+        self._look_again_s = end_s if self._num_looks < FREE_LOOKS else end_s + (end_s - start_s) / LOOK_SHARE
         self._reason = "the program ended before its training loop was understood"
 
     def _attach(self) -> None:

@@ -16,7 +16,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from os import PathLike
+from types import FrameType
 from typing import Any, cast
+
+from torch import nn
 
 import flopmeter
 from flopmeter.errors import MissingLibraryError
@@ -24,7 +27,7 @@ from flopmeter.integrations._harmless import harmless
 from flopmeter.monitor import TrainingMonitor
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import SaveStrategy
 except ModuleNotFoundError as error:
@@ -76,7 +79,7 @@ class FlopmeterCallback(TrainerCallback):
         self.monitor = TrainingMonitor(
             self._output_dir or args.output_dir or ".",
             self._config,
-            model=kwargs.get("model"),
+            model=_called_model(kwargs.get("model")),
             loader=kwargs.get("train_dataloader"),
             finds_evaluation=False,
         )
@@ -204,9 +207,20 @@ class _PerfInLogs(TrainerCallback):
             self.owner.add_perf(state, logs)
 
 
+def _called_model(model: nn.Module | None) -> nn.Module | None:
+    """What the Trainer calls: with several GPUs in one process that is nn.DataParallel, of which it tells nobody."""
+    wrapped = getattr(_caller(Trainer), "model_wrapped", None)
+    return wrapped if isinstance(wrapped, nn.DataParallel) and wrapped.module is model else model
+
+
 def _calling_handler() -> CallbackHandler | None:
-    """Who called us: a callback is given everything but the list that it stands in."""
-    frame = sys._getframe(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else cast(CallbackHandler, frame.f_locals["self"])
+    """A callback is given everything but the list that it stands in."""
+    return cast("CallbackHandler | None", _caller(CallbackHandler))
+
+
+def _caller(kind: type) -> Any:
+    """The object of this kind that called us, however far up; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]

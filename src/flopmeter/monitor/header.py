@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from flopmeter import __version__
 from flopmeter.config import MonitorConfig
+from flopmeter.devices.placement import devices_of
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import SCHEMA_VERSION
 
@@ -44,9 +45,8 @@ def make_header(model: nn.Module | None, config: MonitorConfig, peaks: Mapping[s
 
 
 def device_of(model: nn.Module | None) -> torch.device:
-    """Where the model's first parameter is."""
-    parameter = next(model.parameters(), None) if model is not None else None
-    return parameter.device if parameter is not None else torch.device("cpu")
+    """Where the model computes; of several devices the first."""
+    return devices_of(model)[0]
 
 
 def device_name(device: torch.device) -> str:

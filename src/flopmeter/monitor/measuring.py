@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.devices import normalise_dtype, peak_flops
+from flopmeter.devices import Peak, normalise_dtype, peak_flops
+from flopmeter.devices.placement import devices_of
 from flopmeter.distributed import Ranks
 from flopmeter.errors import FlopmeterError
 from flopmeter.flops import profiler_guard
@@ -65,7 +66,7 @@ class FlopSource:
         self._event = event
         self._measurement: ObservedStep | ProfiledStep | None = None
         self._counters = self._open_counters()
-        self._device = device_of(self._model)
+        self._device, self._devices = device_of(self._model), devices_of(self._model)
         self._looked_up: set[tuple[torch.device, str]] = set()
         self.peaks: dict[str, float] = {}
         """FLOP/s by dtype, as far as known."""
@@ -136,7 +137,7 @@ class FlopSource:
         device, before = device_of(self._model), self._device
         if device == before:
             return
-        self._device = device
+        self._device, self._devices = device, devices_of(self._model)
         self.peaks, self.recorded_peaks = {}, {}
         for dtype in [dtype for where, dtype in self._looked_up if where == before]:
             self._find_peak(dtype)
@@ -153,7 +154,7 @@ class FlopSource:
                 self._event("warning", message=f"steps are not measured now: {reason}")
             self._last_blocker = reason
             return
-        measurement = ProfiledStep() if self.mode == "profiler" else ObservedStep(self._roots)
+        measurement = ProfiledStep(self._device) if self.mode == "profiler" else ObservedStep(self._roots)
         measurement.start()
         self._measurement = measurement
 
@@ -342,14 +343,24 @@ class FlopSource:
             return
         self._looked_up.add((self._device, dtype))
         try:
-            peak = peak_flops(self._device, dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
+            peak = self._peak(dtype)
         except FlopmeterError as error:
-            logger.warning("MFU stays unknown: %s", error)
+            logger.warning("MFU stays unknown where %s work counts: %s", dtype, error)
             self._event("warning", message=str(error))
             return
         self.peaks = self.peaks | {dtype: peak.flop_per_s}  # replaced: the background thread may be reading
         self.recorded_peaks[dtype] = peak.as_record()
         self._event("peak", dtype=dtype, **self.recorded_peaks[dtype])
+
+    def _peak(self, dtype: str) -> Peak:
+        """What all devices of this process could have done together; a figure that the user states is for all."""
+        peak = peak_flops(self._device, dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
+        others = [device for device in self._devices if device != self._device and device.type == self._device.type]
+        if peak.source == "user" or not others:
+            return peak
+        total = peak.flop_per_s + sum(peak_flops(device, dtype).flop_per_s for device in others)
+        note = f"Of {len(others) + 1} devices together. {peak.note}"
+        return replace(peak, flop_per_s=total, note=note.rstrip())
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+from flopmeter.timing.sampling import NEVER
+
 WARMUP_STEPS = 3
 TYPICAL_STEPS = 20
 ASK_AGAIN = 100
@@ -55,7 +57,7 @@ class Schedule:
         self.next_step = min(self.next_step, max(num_steps, WARMUP_STEPS))
 
     def _after(self, step: int) -> int:
-        return step + self.interval_steps if self.interval_steps else 1 << 62
+        return step + self.interval_steps if self.interval_steps else NEVER
 
     def is_due(self, num_steps: int, run_s: float, own_s: float) -> bool:
         """Whether the next step should be measured.

@@ -81,6 +81,7 @@ class StepTracker:
         self._has_told_in_step = False
         # A model in training mode is hardly being evaluated: what comes with most steps is a habit of such a loop.
         self._habits = {True: _Habit(max_distance=2), False: _Habit(max_distance=1)}
+        self._loader_habit = _Habit(max_distance=1)
         self.wait_cpu_share: float | None = None
         """Share of the last wait for data that was looked at in which this thread computed."""
         self._num_waits = 0
@@ -175,12 +176,24 @@ class StepTracker:
         if is_in_step:
             self._begin_bare_forward()
         elif not self.is_evaluating:
-            self.is_evaluating = True
-            self._evaluating_since_ns = perf_counter_ns()
-            self._note((self._evaluating_since_ns, PAUSE))
-            self.on_pause()
-            if self.device_time is not None:
-                self.device_time.mark("pause")
+            self._begin_evaluation()
+
+    def on_other_loader(self) -> bool:
+        """Another loader than the training's is asked again, with no step in between: gives whether to evaluate."""
+        if self.num_pauses or self._is_first or self.has_forward or not self.finds_evaluation:
+            return False
+        if self._loader_habit.is_settled or self._loader_habit.note(self.num_steps()):
+            return False
+        self._begin_evaluation()
+        return True
+
+    def _begin_evaluation(self) -> None:
+        self.is_evaluating = True
+        self._evaluating_since_ns = perf_counter_ns()
+        self._note((self._evaluating_since_ns, PAUSE))
+        self.on_pause()
+        if self.device_time is not None:
+            self.device_time.mark("pause")
 
     def _takes_in(self, is_training: bool) -> bool:
         """Whether a forward pass without gradients belongs to the step."""
@@ -267,7 +280,7 @@ class StepTracker:
 
 
 class _Habit:
-    """Do forward passes without gradients of one kind come with every step, or so often that it is the same?
+    """Do forward passes without gradients, or batches of another loader, come with every step, or almost?
 
     Args:
         max_distance: Steps from one with such passes to the next one with them, to be in turn.

@@ -10,13 +10,13 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from flopmeter.flops.arguments import CallNames, can_vary, flatten
+from flopmeter.flops.arguments import PADDING_MASKS, CallNames, can_vary, flatten
 from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload, real_tokens
 from flopmeter.timing.late import HostCopies
 
 _VALUES_MATTER = (
-    "attention_mask", "position_ids", "image_grid_thw", "video_grid_thw", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
-    "decoder_attention_mask", "decoder_position_ids",
+    *PADDING_MASKS[""], *PADDING_MASKS["decoder_"], "position_ids", "decoder_position_ids", "image_grid_thw",
+    "video_grid_thw", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
 )  # fmt: skip
 _BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
 MAX_SHAPES = 512

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -159,7 +158,7 @@ def nearest_run(path: Path) -> str:
         return ""
     with suppress(OSError):
         beside = {run.parent.name: run.parent for run in path.parent.glob(f"*/{RUN_FILE}")}
-        near = get_close_matches(path.name, beside, n=1, cutoff=0.6)
+        near = get_close_matches(path.name, beside)
         return f"; did you mean {beside[near[0]]}?" if near else ""
     return ""
 
@@ -168,8 +167,7 @@ def has_ended(path: Path) -> bool:
     """Whether there is a run file here whose last line is a summary: a further start would be added to that run."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - MAX_LINE_BYTES, 0))
+            file.seek(max(path.stat().st_size - MAX_LINE_BYTES, 0))
             last = file.read().rstrip().rpartition(b"\n")[2]
         line = _decoder.decode(last)
     except (OSError, msgspec.DecodeError):
@@ -238,7 +236,7 @@ class RunReader:
         return True
 
     def _taken(self, raw: bytes) -> str | None:
-        if not raw or raw.isspace():
+        if not raw.strip():
             return None
         if len(raw) > MAX_LINE_BYTES:
             return f"longer than {MAX_LINE_BYTES >> 20} MB"
@@ -306,9 +304,9 @@ _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """Lines of a file of any kind; of an overlong one only the beginning is kept."""
     while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                continue
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
         yield line
 
 

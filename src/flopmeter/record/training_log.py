@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def _events(run: Run, name: str) -> list[dict[str, Any]]:
 def _total_s(run: Run) -> float:
     """Time from each start to its last step; the time between a crash and the restart is not training."""
     total_s, starts = 0.0, [header.started_at for header in run.headers]
-    for start, following in zip(starts, [*starts[1:], math.inf], strict=True):
+    for start, following in pairwise([*starts, math.inf]):
         ends = [time for time in run.time if start <= time < following]
         total_s += max(ends) - start if ends else 0.0
     return total_s

@@ -99,7 +99,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 def _strict(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)  # NaN, Infinity or -Infinity
     if depth > 20:
         return "..."
     if isinstance(value, Mapping):

@@ -40,6 +40,11 @@ _CLOCK_SLACK_SHARE = 200e-6
 Flaw = Literal["incomplete", "unordered"]
 
 
+def has_one_connection() -> bool:
+    """Megatron's setting: a timed event beside a collective would then undo its overlap with computing."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 class EventSource(Protocol):
     """Numbered timing events of one device; the simulated one and CUDA's keep the same rules."""
 
@@ -174,8 +179,7 @@ class DeviceTimeline:
         self._now_ns = now_ns
         self._process, self._thread = getpid(), get_ident()
         self._is_armed, self._is_in_use = True, False
-        # Megatron's setting: a timed event beside a collective would then undo their overlap.
-        self._has_one_connection = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        self._has_one_connection = has_one_connection()
         # A ring, as long as there are events: `_num_read - 1` is the last one read, kept to measure the next against.
         size = self._size = source.num_events
         self._num_recorded = self._num_read = 0

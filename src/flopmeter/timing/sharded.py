@@ -4,7 +4,7 @@ Two places of torch's, private and looked for before they are used: `FSDPParamGr
 computing stream is told to wait for gathered weights, and `FSDPState._root_post_backward_final_callback`, where it is
 told to wait for the last gradients. The first one copies the weights as well: there the wait is made once more before
 it, by itself, between two events. A model of many layers has hundreds of waits, so that only one step in so many is
-looked at.
+looked at; and none with CUDA_DEVICE_MAX_CONNECTIONS=1, where events beside collectives would cost their overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from flopmeter.schema import PHASES
-from flopmeter.timing.events import EventSource
+from flopmeter.timing.events import EventSource, has_one_connection
 
 logger = logging.getLogger("flopmeter")
 
@@ -39,7 +39,7 @@ class ShardedWaits:
         self._source = source
         self._phase = phase
         self._is_sampling = False
-        self._is_off = False
+        self._is_off = has_one_connection()
         self._is_whole = True
         self._phases: list[int] = []
         self._num_marks = 0

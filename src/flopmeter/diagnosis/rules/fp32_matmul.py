@@ -17,6 +17,8 @@ and half of that as likely.
 
 from __future__ import annotations
 
+import math
+
 from flopmeter.columns import mapping, number
 from flopmeter.devices.dtypes import normalise_dtype
 from flopmeter.devices.table import find_device
@@ -80,10 +82,12 @@ def _float32(evidence: Evidence, share: float) -> Finding | None:
         peaks = find_device(evidence.device).peak_flop_per_s
     except FlopmeterError as error:
         raise NotCheckedError(f"what this device could do is not on file: {error}") from None
-    best = max(("bf16", "tf32"), key=lambda dtype: peaks.get(dtype, 0.0))
-    ratio = peaks.get(best, 0.0) / peaks["fp32"] if peaks.get("fp32") else 0.0
-    if ratio <= 1:
+    fp32_peak = peaks.get("fp32", math.inf)
+    faster = [dtype for dtype in ("bf16", "tf32") if dtype in peaks and peaks[dtype] > fp32_peak]
+    if not faster:
         return None
+    best = max(faster, key=lambda dtype: peaks[dtype])
+    ratio = peaks[best] / fp32_peak
     high_s = _matmul_s(evidence) * share * (1 - 1 / ratio)
     return Finding(
         rule="fp32_matmul",
@@ -91,7 +95,7 @@ def _float32(evidence: Evidence, share: float) -> Finding | None:
         lost=high_s / 2 / evidence.wall_s,
         evidence=(
             f"{percent(share)} of the matmul FLOPs of the observed step ran in float32, TF32 is off",
-            f"peaks on file: {best} {rate(peaks[best])}, fp32 {rate(peaks['fp32'])}",
+            f"peaks on file: {best} {rate(peaks[best])}, fp32 {rate(fp32_peak)}",
         ),
         advice=(
             'train under torch.autocast("cuda", dtype=torch.bfloat16)',

@@ -38,7 +38,8 @@ def check(evidence: Evidence) -> Finding | None:
     calls_s = evidence.top_s(_CALLS) * evidence.num_steps
     inside_s = calls_s + evidence.sync_gap_s
     lost_s = max(inside_s, evidence.loop_s)
-    if lost_s < MIN_SHARE * evidence.wall_s:
+    share = lost_s / evidence.wall_s
+    if share < MIN_SHARE:
         return None
     places = evidence.facts.get("host_sync_places")
     where = ", ".join(str(place)[:80] for place in places[:5]) if isinstance(places, list) else ""
@@ -47,7 +48,7 @@ def check(evidence: Evidence) -> Finding | None:
     return Finding(
         rule="host_sync",
         title=f"the loop reads values from the device {sum(syncs.values()):.0f} times a step",
-        lost=lost_s / evidence.wall_s,
+        lost=share,
         evidence=(
             f"seen in a step: {listed}" + (f"; at {where}" if where else ""),
             f"the calls took {percent(calls_s / evidence.wall_s)} of the time, the gaps behind them "

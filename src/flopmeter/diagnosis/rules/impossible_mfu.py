@@ -26,7 +26,7 @@ LIMIT = 1.0
 def check(evidence: Evidence) -> Finding | None:
     """Look for a utilisation above the peak."""
     mfu = evidence.mean("perf/mfu")
-    highest = max(mfu, evidence.mean_or_none("perf/hfu") or 0.0)
+    highest = max(mfu, evidence.mean_or_none("perf/hfu") or mfu)
     if highest <= LIMIT:
         return None
     peaks = evidence.run.peaks

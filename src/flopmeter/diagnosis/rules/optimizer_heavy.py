@@ -36,11 +36,14 @@ def check(evidence: Evidence) -> Finding | None:
     kind = evidence.facts.get("optimizer")
     num_ops, num_tensors = evidence.count_fact("num_optimizer_ops"), evidence.count_fact("num_parameter_tensors")
     ops_per_tensor = num_ops / num_tensors if num_ops and num_tensors else None
-    if kind not in ("for-loop", "foreach", "fused") and ops_per_tensor is None:
-        raise NotCheckedError("how the optimizer does its update was not seen (event `facts`)")
-    if kind in ("foreach", "fused") or (kind != "for-loop" and (ops_per_tensor or 0) < MANY_OPS):
+    if kind in ("foreach", "fused"):
         return None
-    left = min(FUSED_LENGTHS / (LOOP_LENGTHS * max(ops_per_tensor or USUAL_OPS, MANY_OPS)), 0.5)
+    if kind != "for-loop":
+        if ops_per_tensor is None:
+            raise NotCheckedError("how the optimizer does its update was not seen (event `facts`)")
+        if ops_per_tensor < MANY_OPS:
+            return None
+    left = min(FUSED_LENGTHS / (LOOP_LENGTHS * (ops_per_tensor or USUAL_OPS)), 0.5)
     counted = f": {num_ops:.0f} operators for {num_tensors:.0f} tensors" if ops_per_tensor else ""
     return Finding(
         rule="optimizer_heavy",

@@ -25,8 +25,8 @@ MIN_WASTE = 0.1
 def check(evidence: Evidence) -> Finding | None:
     """Look for work on padding."""
     useful, processed = evidence.mean("perf/mfu"), evidence.mean("perf/mfu_processed")
-    waste = 1 - useful / processed if processed > 0 else 0.0
-    if waste < MIN_WASTE or useful <= 0:
+    waste = 1 - useful / processed if 0 < useful < processed else 0.0
+    if waste < MIN_WASTE:
         return None
     saved_s = waste * max(evidence.work_s - evidence.seconds_or_zero("optimizer"), 0.0)
     shorter = evidence.gain(saved_s, low_s=saved_s, high_s=saved_s).expected

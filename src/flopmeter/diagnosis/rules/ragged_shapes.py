@@ -38,7 +38,7 @@ def check(evidence: Evidence) -> Finding | None:
     compiled_s = evidence.pause_s("compile")
     num_recompiles = evidence.count_fact("num_recompiles") or 0.0
     lost_s = odd_s / 2 + compiled_s
-    if num_recompiles < MIN_RECOMPILES and odd_s / 2 < MIN_LOST * evidence.wall_s:
+    if num_recompiles < MIN_RECOMPILES and odd_s / 2 / evidence.wall_s < MIN_LOST:
         return None
     found = [f"{str(o.get('module'))[:60]}: {str(o.get('dimension'))[:20]} {str(o.get('size'))[:20]}" for o in odd[:4]]
     if num_recompiles:

@@ -49,17 +49,18 @@ def check(evidence: Evidence) -> Finding | None:
         raise NotCheckedError("the record has no statistics of the other ranks")
     slow = _named(named) if named else _pointed_to(statistics)
     least = MIN_SHARE if named else UNNAMED_SHARE
-    if slow is None or not slow.extra_s * evidence.num_steps >= least * evidence.wall_s:
+    lost_s = slow.extra_s * evidence.num_steps if slow else math.nan
+    share = lost_s / evidence.wall_s
+    if slow is None or not share >= least:
         return None
-    lost_s = slow.extra_s * evidence.num_steps
     return Finding(
         rule="straggler",
         title=f"rank {slow.rank} holds up all others for {seconds(slow.extra_s)} a step",
-        lost=lost_s / evidence.wall_s,
+        lost=share,
         evidence=(
             f"its own time exceeds the others' by {seconds(slow.extra_s)} a step, in {slow.phase}",
             slow.where,
-            f"that is {percent(lost_s / evidence.wall_s)} of the time of {evidence.world_size} ranks",
+            f"that is {percent(share)} of the time of {evidence.world_size} ranks",
         ),
         advice=(
             "look at that host: other processes, GPU clocks and throttling (nvidia-smi -q -d PERFORMANCE), disk, cores",
@@ -82,7 +83,7 @@ def _pointed_to(events: list[dict[str, Any]]) -> _Slow | None:
     ranks = {str(mapping(stats.get("own_s")).get("argmax")) for stats in all_stats}
     if len(ranks) != 1 or ranks == {"None"}:
         return None
-    extras_s = [_ahead_s(stats.get("own_s"), event) for stats, event in zip(all_stats, events, strict=True)]
+    extras_s = [_ahead_s(mapping(event.get("stats")).get("own_s"), event) for event in events]
     blocked_s = [number(mapping(stats.get("blocked_s")).get("max")) for stats in all_stats]
     if median(extras_s) < median(blocked_s) / 2:  # the others wait for something else: the network
         return None

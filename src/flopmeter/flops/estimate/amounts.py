@@ -43,7 +43,8 @@ class Rows:
         if self.source == "decoder":
             return work.decoder_tokens if is_exact else work.decoder_tokens_processed
         if self.source == "dense":
-            return work.values / self.per + self.extra * work.images
+            values = work.values if is_exact else work.values + work.values_padding
+            return values / self.per + self.extra * work.images
         return (work.patches if self.source == "patches" else work.samples) / self.per
 
 
@@ -93,7 +94,8 @@ class Pairs:
     def _dense_pairs(self, work: Workload, convention: Convention) -> float:
         # (n + extra)^2, summed over the images by its three parts
         per, extra = self.rows.per, self.rows.extra
-        squared = work.values_squared / per**2 + 2 * extra * work.values / per + extra**2 * work.images
+        squares = work.values_squared if convention == "exact" else work.values_squared + work.values_squared_padding
+        squared = squares / per**2 + (2 * self.rows.of(work, convention) - extra * work.images) * extra
         if self.window:
             return min(squared, self.rows.of(work, convention) * self.window)
         return (squared + self.rows.of(work, convention)) / 2 if self.causal and convention == "exact" else squared

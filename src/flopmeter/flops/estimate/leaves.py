@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flopmeter.flops.tf32 import product_dtype, tf32_families
+
 
 class Product(NamedTuple):
     """One product with a weight."""
@@ -82,9 +84,12 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def dtype_of(parameter: torch.Tensor) -> str:
-    """Name of a floating dtype, "" for the storage types of quantised weights."""
-    return str(parameter.dtype).removeprefix("torch.") if parameter.dtype.is_floating_point else ""
+def dtype_of(parameter: torch.Tensor, family: str = "") -> str:
+    """What products with it run in, by their family of operators; "" for the storage types of quantised weights."""
+    if not parameter.dtype.is_floating_point:
+        return ""
+    in_tf32 = tf32_families(parameter.device) if family else frozenset()
+    return product_dtype(str(parameter.dtype).removeprefix("torch."), family, in_tf32)
 
 
 def has_trained(module: nn.Module) -> bool:
@@ -92,9 +97,10 @@ def has_trained(module: nn.Module) -> bool:
     return any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
 
 
-def _leaf(module: nn.Module, inputs: int, outputs: int, flop: float, stride: float = 1) -> Leaf:
+def _leaf(module: nn.Module, inputs: int, outputs: int, flop: float, stride: float = 1, family: str = "") -> Leaf:
     weight = module._parameters.get("weight")
-    product = Product(flop, weight is not None and weight.requires_grad, dtype_of(weight) if weight is not None else "")
+    dtype = dtype_of(weight, family) if weight is not None else ""
+    product = Product(flop, weight is not None and weight.requires_grad, dtype)
     return Leaf(inputs=inputs, outputs=outputs, products=(product,), stride=stride, is_trained=has_trained(module))
 
 
@@ -103,14 +109,14 @@ def _convolution(conv: nn.modules.conv._ConvNd) -> Leaf:
     stride, taps = prod(conv.stride), prod(conv.kernel_size)
     flop = 2 * conv.in_channels * conv.out_channels // conv.groups * taps
     if conv.transposed:
-        return _leaf(conv, conv.in_channels, conv.out_channels, flop / stride, 1 / stride)
-    return _leaf(conv, conv.in_channels, conv.out_channels, flop, stride)
+        return _leaf(conv, conv.in_channels, conv.out_channels, flop / stride, 1 / stride, "convolution")
+    return _leaf(conv, conv.in_channels, conv.out_channels, flop, stride, "convolution")
 
 
 def _recurrent(rnn: nn.RNNBase) -> Leaf:
     """Every weight once a step. Left out: the first step owes no gradient to its constant state."""
     weights = [parameter for parameter in rnn.parameters() if parameter.dim() == 2]
-    products = tuple(Product(2 * w.numel(), w.requires_grad, dtype_of(w)) for w in weights)
+    products = tuple(Product(2 * w.numel(), w.requires_grad, dtype_of(w, "recurrent")) for w in weights)
     width = (rnn.proj_size or rnn.hidden_size) * (2 if rnn.bidirectional else 1)
     return Leaf(inputs=rnn.input_size, outputs=width, products=products, is_trained=has_trained(rnn))
 

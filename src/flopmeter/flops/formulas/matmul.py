@@ -8,6 +8,7 @@ in `addr`, where it is fused with an addition. `einsum` has no formula: what it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -72,16 +73,11 @@ def linear_backward(self: Spec, grad_output: Spec, weight: Spec, output_mask: Se
 @formula("aten::matmul", "aten::linalg_matmul", composite=True)
 def matmul(self: Spec, other: Spec, **options: Any) -> int:
     """2mkn for each matrix of the broadcast batch; a vector is a row on the left, a column on the right."""
-    *left_batch, rows, inner = self.shape if len(self.shape) > 1 else (1, *self.shape)
+    *left_batch, rows, inner = (1, *self.shape)  # before a matrix, the 1 is a batch of one
     *right_batch, _, columns = other.shape if len(other.shape) > 1 else (*other.shape, 1)
-    batch = prod(_broadcast(left_batch, right_batch))
+    axes = zip_longest(reversed(left_batch), reversed(right_batch), fillvalue=1)
+    batch = prod(right if left == 1 else left for left, right in axes)
     return multiply_add_flop(self.dtype) * batch * rows * inner * columns
-
-
-def _broadcast(left: list[int], right: list[int]) -> list[int]:
-    rank = max(len(left), len(right))
-    left, right = [1] * (rank - len(left)) + left, [1] * (rank - len(right)) + right
-    return [b if a == 1 else a for a, b in zip(left, right, strict=True)]
 
 
 @formula("aten::_foreach_mm")

@@ -43,7 +43,7 @@ def mkldnn_rnn_layer_backward(
     **options: Any,
 ) -> Work:
     """Twice the forward, of which only what somebody wants is needed: the operator returns every gradient."""
-    wants_input, wants_first, wants_hidden, _, _, wants_state, *_ = wanted or (True,) * 6
+    wants_input, wants_first, wants_hidden, _, _, wants_state = wanted[:6] if wanted else (True,) * 6
     first, hidden = linear_flop(input, weight1), linear_flop(input, weight2)
     through_states = hidden if wants_state else hidden - linear_flop(hx_, weight2)
     needed = first * (wants_input + wants_first) + hidden * wants_hidden + through_states
@@ -64,10 +64,9 @@ def cudnn_rnn_backward(
 
     `output_mask` (input, hx, cx, weight) is the last argument, and the last but four tells whether there is a way back.
     """
-    wants_input, wants_state, _, wants_weights = options.get("output_mask", rest[-1] if rest else ())
-    is_both_ways = options.get("bidirectional", rest[-5] if len(rest) >= 5 else False)
+    wants_input, wants_state, _, wants_weights = rest[-1]
     flop = linear_flop(input, *_matrices(weight)) * (2 if wants_weights else 1)
-    needed = flop - _unwanted_flop(input, weight, hx, wants_input, wants_state, is_both_ways)
+    needed = flop - _unwanted_flop(input, weight, hx, wants_input, wants_state, is_both_ways=rest[-5])
     return Work(full=needed, exact=needed, hardware=flop)
 
 
@@ -80,13 +79,13 @@ def _unwanted_flop(
     """
     if wants_input and wants_state:
         return 0
-    num_parts, num_sequences, _ = hx.shape
+    num_parts, *sequences = hx.shape
     matrices = _matrices(weights)
     per_part = len(matrices) // num_parts
     lowest = [matrices[part * per_part] for part in range(2 if is_both_ways else 1)]
     flop = 0 if wants_input else linear_flop(input, *lowest)
     if not wants_state:
-        flop += linear_flop(Spec((num_sequences, hx.shape[-1]), input.dtype), *matrices[1::per_part])
+        flop += linear_flop(Spec(tuple(sequences), input.dtype), *matrices[1::per_part])
     return flop
 
 
@@ -116,9 +115,8 @@ def lstm_mps_backward(
     The last argument but one tells whether there is a way back.
     """
     wants_input, wants_state, _, *wants_weights = wanted or (True,) * 4
-    is_both_ways = options.get("bidirectional", rest[-2] if len(rest) >= 2 else False)
     flop = linear_flop(input, *_matrices(params))
-    unwanted = _unwanted_flop(input, params, hx[0], wants_input, wants_state, is_both_ways)
+    unwanted = _unwanted_flop(input, params, hx[0], wants_input, wants_state, is_both_ways=rest[-2])
     needed = flop * (2 if any(wants_weights) else 1) - unwanted
     return Work(full=needed, exact=needed, hardware=2 * flop)
 
