@@ -558,3 +558,10 @@ def test_a_writer_makes_the_folders_that_are_missing_and_takes_those_that_exist(
         writer.write({"kind": "event", "event": "note", "number": number})
         writer.close()
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_log_that_cannot_be_written_leaves_no_half_of_it(tmp_path: Path) -> None:
+    (tmp_path / "training_log.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_training_log(make_run(tmp_path), tmp_path / "training_log.json")
+    assert not list(tmp_path.glob("training_log.json.tmp"))

@@ -7,6 +7,7 @@ table under each chart say the same.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from flopmeter.text import amount, percent, points, seconds, utilisation
@@ -203,27 +204,36 @@ def _symbol(name: str, symbol: str, colour: str, found: list[tuple[int | None, s
 
 
 def phases_figure(phases: dict[str, Any] | None) -> Figure | None:
-    """Stacked bars: mean milliseconds of a step by phase, over stretches of the run."""
+    """Bars on top of each other: mean milliseconds of a step by phase, over stretches of the run.
+
+    Each begins where the one below ends, not where plotly would stack it: steps that a restart repeats do not add up.
+    """
     if phases is None:
         return None
-    labels = [f"{first} to {last}" if first != last else str(first) for first, last in phases["step"]]
+    steps = phases["step"]
+    apart = min((after - last for (_, last), (after, _) in pairwise(steps) if after > last), default=1)
+    base = [0.0] * len(steps)
+    labels = [f"{first} to {last}" if first != last else str(first) for first, last in steps]
     data = []
     for phase, values in phases["seconds"].items():
         name, colour, pattern = PHASE_LOOKS[phase]
+        height = [None if value is None else 1e3 * value for value in values]
         data.append(
             {
                 "type": "bar",
                 "name": name,
-                "x": [first for first, _ in phases["step"]],
-                "y": [None if value is None else 1e3 * value for value in values],
-                "customdata": labels,
+                "x": [(first + last) / 2 for first, last in steps],
+                "width": [0.92 * (abs(last - first) + apart) for first, last in steps],
+                "y": height,
+                "base": base,
+                "customdata": [[label, value] for label, value in zip(labels, height, strict=True)],
                 "marker": {"color": colour, "pattern": _pattern(pattern)},
-                "hovertemplate": f"{name}: %{{y:.3g}} ms<br>steps %{{customdata}}<extra></extra>",
+                "hovertemplate": f"{name}: %{{customdata[1]:.3g}} ms<br>steps %{{customdata[0]}}<extra></extra>",
             }
         )
+        base = [below + (part or 0.0) for below, part in zip(base, height, strict=True)]
     layout = {
-        "barmode": "stack",
-        "bargap": 0.08,
+        "barmode": "overlay",
         "height": 360,
         "xaxis": {"title": {"text": "Step"}},
         "yaxis": {"title": {"text": "Mean step, ms"}},
