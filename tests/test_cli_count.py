@@ -102,6 +102,13 @@ def test_the_options_reach_the_count() -> None:
 
 
 @needs_transformers
+def test_a_length_beyond_the_models_positions_is_refused_with_the_longest_that_fits() -> None:
+    error = run("gpt2:layers=1,hidden=16,heads=2,vocab=50,n_positions=24 --seq 32").exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == "GPT2LMHeadModel has positions for 24 tokens, not for 32: --seq 24 is the longest that fits"
+
+
+@needs_transformers
 def test_symbolic_prints_the_formula() -> None:
     tiny = "llama:layers=2,hidden=64,heads=8,kv_heads=2,ffn=96,vocab=1000 --symbolic --batch 2 --seq 1500"
 

@@ -344,16 +344,19 @@ def test_a_data_stall_that_is_mended_keeps_its_promise(tmp_path: Path) -> None:
     assert prediction is not None
     assert prediction.measured == pytest.approx(1 / 0.6 - 1, abs=0.03)
     assert prediction.verdict == "came true"
-    assert "came true" in words.prediction_text(prediction)
+    told = words.prediction_text(result, 1)
+    assert told.startswith("Data stall is gone in after: predicted was +")
+    assert told.endswith("The prediction came true.")
 
 
 def test_a_cure_is_not_judged_by_a_run_of_another_model(tmp_path: Path) -> None:
     before = make_run(tmp_path / "before", noisy(0.10, 200, 5, spread=0.01), 0.4)
     after = make_run(tmp_path / "after", noisy(0.06, 200, 6, spread=0.01), 0.0, model="Other")
-    prediction = compare([before, after]).predictions[1]
+    result = compare([before, after])
+    prediction = result.predictions[1]
     assert prediction is not None
     assert (prediction.measured, prediction.verdict) == (None, "unknown")
-    assert "cannot be checked" in words.prediction_text(prediction)
+    assert "cannot be checked" in words.prediction_text(result, 1)
 
 
 @pytest.mark.parametrize(

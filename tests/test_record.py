@@ -787,3 +787,10 @@ def test_the_time_of_each_start_counts_from_it_to_its_last_step(tmp_path: Path) 
     text = (tmp_path / "training_log.json").read_text()
     assert json.loads(text)["total_training_time"] == 4.0 + 7.0
     assert text.startswith('{\n "run"')  # one blank an indent: it is read by people, too
+
+
+def test_a_log_that_cannot_be_written_leaves_no_half_of_it(tmp_path: Path) -> None:
+    (tmp_path / "training_log.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_training_log(make_run(tmp_path), tmp_path / "training_log.json")
+    assert not list(tmp_path.glob("training_log.json.tmp"))

@@ -32,6 +32,7 @@ from flopmeter.report._sentences import SECTIONS, run_line
 from flopmeter.report._series import MAX_POINTS, series_of
 from flopmeter.report._terminal import show, spark_line
 from flopmeter.text import amount, clean, number, percent, points, seconds
+from flopmeter.traces import load_any
 from made_traces import MadeTrace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -642,3 +643,39 @@ def test_a_count_that_does_not_tell_modules_apart_has_a_report_all_the_same(tmp_
     facts = facts_of(load_run(runs.write_run(tmp_path, lines)))
     assert facts["work"]["by_module"] == []
     assert "<html" in render_facts(facts, "html")
+
+
+def test_bars_of_phases_are_as_wide_as_their_steps_and_repeated_steps_do_not_add_up() -> None:
+    # Steps 10 and 20 each by itself, 30 to 40 in one bar, then a restart that repeats 20: bars 10, 10, 20, 10 wide.
+    phases = {
+        "step": [[10, 10], [20, 20], [30, 40], [20, 20]],
+        "seconds": {"forward": [0.1, 0.2, 0.3, 0.4], "backward": [0.5, None, 0.5, 0.5], "other": [0.1] * 4},
+    }
+    figure = CHARTS["phases"].figure({"phases": phases})
+    assert figure is not None
+    assert figure["layout"]["barmode"] == "overlay"
+    forward, backward, other = figure["data"]
+    assert forward["x"] == [10, 20, 35, 20]
+    gaps = [width / wide for width, wide in zip(forward["width"], (10, 10, 20, 10), strict=True)]
+    assert gaps == pytest.approx([gaps[0]] * 4)
+    assert 0.8 < gaps[0] <= 1
+    assert forward["base"] == [0, 0, 0, 0]
+    assert backward["base"] == pytest.approx([100, 200, 300, 400])
+    assert other["base"] == pytest.approx([600, 200, 800, 900])
+
+
+def test_a_run_without_a_step_is_not_said_to_have_no_cause_of_lost_time(tmp_path: Path) -> None:
+    page = render(load_run(runs.write_run(tmp_path, [runs.header(), runs.peak()])))
+    assert "Nothing could be judged." in page
+    assert "No known cause of lost time was found" not in page
+    assert "unknown of the wall time" not in page
+
+
+def test_the_report_of_a_trace_calls_it_a_trace(tmp_path: Path) -> None:
+    made = MadeTrace()
+    made.step(0, 0, 100)
+    made.kernel("ampere_sgemm_32x32", 30, 60, launch=10)
+    page = render(load_any(made.write(tmp_path, "trace.json")))
+    assert "not finished" not in page
+    assert "from the shapes in the trace" in page
+    assert "the run file" not in page

@@ -59,6 +59,10 @@ class TestDataRules:
         assert "its 4 workers are busy for 10.0 % of the time each" in finding.evidence
         assert look("cpu_preprocessing", tmp_path, plan) is None
 
+    def test_one_worker_is_not_called_workers(self, tmp_path: Path) -> None:
+        finding = find("data_stall", tmp_path, self.waiting.but(events=(workers(1, 0.1),)))
+        assert "its one worker is busy for 10.0 % of the time" in finding.evidence
+
     def test_workers_that_compute_are_preprocessing(self, tmp_path: Path) -> None:
         plan = self.waiting.but(events=(workers(4, 3.2),))
         finding = find("cpu_preprocessing", tmp_path, plan)

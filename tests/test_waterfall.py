@@ -191,7 +191,7 @@ def test_what_measured_steps_took_longer_is_a_pause(tmp_path: Path) -> None:
     assert found["pauses"] == pytest.approx(0.8)
     assert found["ideal"] == pytest.approx(6 * 0.1)
     assert found["data_wait"] == pytest.approx(6 * 0.01)
-    assert "measuring 0.8 s" in next(part.how for part in result.parts if part.name == "pauses")
+    assert "measuring 800 ms" in next(part.how for part in result.parts if part.name == "pauses")
 
 
 BIG_S, SMALL_S, BIG_IDEAL_S, SMALL_IDEAL_S = 0.4, 0.1, 0.2, 0.02

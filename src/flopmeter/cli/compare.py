@@ -91,10 +91,10 @@ def _print(comparison: Comparison) -> None:
     from flopmeter.report import _compare_words as words
 
     console = Console()
-    for place, prediction in enumerate(comparison.predictions[1:], start=1):
+    for place in range(1, len(comparison.names)):
         console.print(words.headline(comparison, place), style="bold", markup=False, highlight=False)
-        if prediction:
-            console.print(words.prediction_text(prediction), markup=False, highlight=False)
+        if told := words.prediction_text(comparison, place):
+            console.print(told, markup=False, highlight=False)
     console.print(_figures_table(comparison))
     if comparison.parts:
         console.print(_parts_table(comparison))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from flopmeter.cli._choice import choose
-from flopmeter.errors import ConfigError, MissingLibraryError
+from flopmeter.errors import ConfigError, CountError, MissingLibraryError
 from flopmeter.text import amount, percent
 
 if TYPE_CHECKING:
@@ -182,7 +182,14 @@ def _run(model: Any, question: _Question) -> tuple[dict[str, Any], FlopCount]:
     from flopmeter.flops.side_count import count_flops
 
     inputs = build_inputs(model, question.batch, question.seq)
-    return inputs, count_flops(model, inputs, training=question.train, convention=question.convention)
+    try:
+        return inputs, count_flops(model, inputs, training=question.train, convention=question.convention)
+    except CountError:
+        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if not isinstance(longest, int) or question.seq <= longest:
+            raise
+        told = f"{type(model).__name__} has positions for {longest} tokens, not for {question.seq}"
+        raise ConfigError(f"{told}: --seq {longest} is the longest that fits") from None
 
 
 def _find_formula(model: Any, question: _Question) -> Formula | None:

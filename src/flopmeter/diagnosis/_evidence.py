@@ -169,6 +169,8 @@ class Evidence:
         num_workers = self.resource("resource/num_workers")
         if self.loader_busy is None:
             return "whether the loader computes or waits meanwhile is not in the record"
+        if num_workers == 1:
+            return f"its one worker is busy for {percent(self.loader_busy)} of the time"
         if num_workers:
             return f"its {num_workers:.3g} workers are busy for {percent(self.loader_busy)} of the time each"
         return f"the batch is made by the training process, which computes for {percent(self.loader_busy)} of the wait"

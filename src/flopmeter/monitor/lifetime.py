@@ -275,7 +275,8 @@ class Lifetime:
         try:
             part()
         except Exception as error:  # noqa: BLE001 - the program goes on; the reason is logged
-            logger.warning("closing the run: %s failed (%s: %s)", part.__name__, type(error).__name__, error)
+            name = part.__name__.strip("_").replace("_", " ")
+            logger.warning("closing the run: %s failed (%s: %s)", name, type(error).__name__, error)
 
     def _stop_measuring(self) -> None:
         """Nothing runs through a step any more, and batches are not looked into."""

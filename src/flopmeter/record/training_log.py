@@ -15,9 +15,12 @@ from flopmeter.record.reader import Run
 def write_training_log(run: Run, path: Path) -> None:
     """Write `step_logs`, `epoch_logs`, `evaluation_logs` and `total_training_time` (seconds), atomically."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(training_log(run), file, allow_nan=False, indent=1)
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(training_log(run), file, allow_nan=False, indent=1)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def training_log(run: Run) -> dict[str, Any]:

@@ -43,7 +43,6 @@ def comparison_body(
         swaps: For each run the comparison that takes it as the baseline.
     """
     places = range(1, len(comparison.names))
-    predictions = [comparison.predictions[place] for place in places]
     values = {
         "title": comparison_title(comparison),
         "version": __version__,
@@ -51,7 +50,7 @@ def comparison_body(
         "links": links,
         "swaps": swaps,
         "headlines": [words.headline(comparison, place) for place in places],
-        "predictions": [words.prediction_text(prediction) for prediction in predictions if prediction],
+        "predictions": list(filter(None, (words.prediction_text(comparison, place) for place in places))),
         "notes": [clean(note, 300) for note in comparison.notes],
         "confidence": percent(comparison.confidence, 0),
         "rows": [_row(row) for row in comparison.rows],

@@ -9,7 +9,6 @@ from flopmeter.text import amount, clean, percent, plain, points, seconds, utili
 
 if TYPE_CHECKING:
     from flopmeter.compare import Change, Comparison
-    from flopmeter.compare.predictions import Prediction
     from flopmeter.compare.quantities import Quantity
 
 
@@ -83,11 +82,15 @@ def headline(comparison: Comparison, place: int) -> str:
     return f"{run} is {word} than {baseline}, beyond noise: {figures}, {_ratio(change.value)} ({bounds})."
 
 
-def prediction_text(prediction: Prediction) -> str:
-    """One or two sentences on what the baseline's diagnosis had promised."""
+def prediction_text(comparison: Comparison, place: int) -> str:
+    """One or two sentences on what the baseline's diagnosis had predicted for this run; empty where it had nothing."""
+    prediction = comparison.predictions[place]
+    if prediction is None:
+        return ""
     what = " and ".join(clean(rule, 60).replace("_", " ") for rule in prediction.rules)
     bounds = f"between {_ratio(prediction.low)} and {_ratio(prediction.high)}"
-    promise = f"No more {what}: promised was {_ratio(prediction.expected)} ({bounds})"
+    run, verb = clean(comparison.names[place], 80), "is" if len(prediction.rules) == 1 else "are"
+    promise = f"{rule_text(what)} {verb} gone in {run}: predicted was {_ratio(prediction.expected)} ({bounds})"
     if prediction.measured is None:
         why = "no figure tells how much faster it is" if prediction.by else "the runs differ in model, device or size"
         return f"{promise}, which cannot be checked: {why}."
@@ -98,7 +101,7 @@ _OUTCOMES = {
     "came true": "The prediction came true.",
     "less than predicted": "It brought less than predicted.",
     "more than predicted": "It brought more than predicted.",
-    "within noise of it": "That is outside the promise, but not beyond noise.",
+    "within noise of it": "That is not what was predicted, but within noise of it.",
     "unknown": "",
 }
 

@@ -133,12 +133,12 @@ def _phases_line(phases: dict[str, Any] | None) -> str:
 def _work_line(work: dict[str, Any] | None) -> str:
     if work is None:
         return ""
-    line = f"A step needs {amount(work['model_flop'], 'FLOP')} by the model's mathematics"
+    line = f"A step, as counted last, needs {amount(work['model_flop'], 'FLOP')} by the model's mathematics"
     if work["hardware_flop"]:
-        line += f"; {amount(work['hardware_flop'], 'FLOP')} were run"
+        line += f"; {amount(work['hardware_flop'], 'FLOP')} ran"
     if work["recompute_flop"]:
         line += f", {amount(work['recompute_flop'], 'FLOP')} of them recomputation"
-    return line + ". As the last counted step says."
+    return line + "."
 
 
 def _ranks_line(ranks: dict[str, Any] | None) -> str:
@@ -161,13 +161,12 @@ def method_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     method = facts["method"]
     rows = [("Peak", _peak_text(peak)) for peak in method["peaks"]] or [("Peak", "unknown")]
     rows += [
-        ("FLOPs", f"mode {method['mode'] or 'unknown'}; {plural(method['num_counts'], 'step')} counted"
-         + (f", the last one {method['flop_method']}" if method["flop_method"] else "")),
+        ("FLOPs", _flops_text(method)),
         ("Coverage of the count", percent(method["coverage"])),
         ("Largest error of a prediction", percent(method["flop_error"], 2)),
         ("Convention", method["convention"] or "unknown"),
         ("MFU with padding as work", utilisation(facts["headline"]["mfu_processed"])),
-        ("flopmeter's own cost", percent(method["overhead_share"], 2) + " of the wall time"),
+        ("flopmeter's own cost, of the wall time", percent(method["overhead_share"], 2)),
         ("Steps behind MFU", f"{facts['headline']['num_steady']:,} of {facts['run']['num_steps']:,}: "
          "warm-up and measured steps are left out"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in method["versions"].items()) or "unknown"),
@@ -175,6 +174,13 @@ def method_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["counters"]:
         rows.append(("Hardware counters", counters_text(facts["counters"], facts["headline"]["hfu"])))
     return rows
+
+
+def _flops_text(method: dict[str, Any]) -> str:
+    if method["mode"] == "trace":
+        return "from the shapes in the trace"
+    how = f", the last one {method['flop_method']}" if method["flop_method"] else ""
+    return f"mode {method['mode'] or 'unknown'}; {plural(method['num_counts'], 'step')} counted{how}"
 
 
 def _peak_text(peak: dict[str, Any]) -> str:

@@ -46,6 +46,7 @@ def make_run(trace: Trace) -> Run:
     for column in run.columns.values():
         column.extend([math.nan] * (len(run) - len(column)))
     run.events = _events(trace, steps)
+    run.summary = {"num_steps": len(steps)}
     return run
 
 

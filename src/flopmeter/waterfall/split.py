@@ -185,21 +185,21 @@ class Split:
     def _pauses(self) -> Slice:
         window = self.window
         named = {**window.pauses_s(), "garbage collection": window.gc_s(), "measuring": window.surplus_s}
-        listed = [f"{name[:40]} {seconds:.3g} s" for name, seconds in named.items() if seconds]
+        listed = [f"{name[:40]} {seconds(lost_s)}" for name, lost_s in named.items() if lost_s]
         num_marked = len(window) - window.num_ordinary
         uncertainty_s = window.step.deviation_s * math.sqrt(num_marked) if window.step else 0.0
         return Slice(math.fsum(named.values()), uncertainty_s, ", ".join(listed[:8]) or "none")
 
     def remainder(self, wall_s: float, found: dict[str, Slice]) -> Slice:
         """What the other parts leave."""
-        seconds = wall_s - math.fsum(slice_.seconds for slice_ in found.values())
+        left_s = wall_s - math.fsum(slice_.seconds for slice_ in found.values())
         how = "wall time less all other parts"
         if self.sampled is None:
             how += "; holds all of forward and backward beyond the ideal, since no step was sampled"
         other = self.window.amount("perf/other_share")
         if other is not None and other.mean_s > 0:
-            how += f"; {len(self.window) * other.mean_s:.3g} s lie outside the phases, in the loop's own code"
-        return Slice(seconds, math.hypot(*(slice_.uncertainty_s for slice_ in found.values())), how)
+            how += f"; {seconds(len(self.window) * other.mean_s)} lie outside the phases, in the loop's own code"
+        return Slice(left_s, math.hypot(*(slice_.uncertainty_s for slice_ in found.values())), how)
 
     def note(self) -> str:
         """What the reader must know before the numbers."""

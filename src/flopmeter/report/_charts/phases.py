@@ -1,7 +1,8 @@
-"""Where a step goes: mean milliseconds of each phase, stacked, over stretches of the run."""
+"""Where a step goes: mean milliseconds of each phase, on top of each other, over stretches of the run."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from flopmeter.report._charts._shapes import Figure, Table, table_of
@@ -20,28 +21,37 @@ _LOOKS = {
 
 
 def figure(facts: dict[str, Any]) -> Figure | None:
-    """Stacked bars; None where no phase is known."""
+    """Bars on top of each other; None where no phase is known.
+
+    Each begins where the one below ends, not where plotly would stack it: steps that a restart repeats do not add up.
+    """
     phases = facts["phases"]
     if phases is None:
         return None
-    labels = [f"{first} to {last}" if first != last else str(first) for first, last in phases["step"]]
+    steps = phases["step"]
+    apart = min((after - last for (_, last), (after, _) in pairwise(steps) if after > last), default=1)
+    base = [0.0] * len(steps)
+    labels = [f"{first} to {last}" if first != last else str(first) for first, last in steps]
     data = []
     for phase, values in phases["seconds"].items():
         name, (colour, pattern) = _name(phase), _LOOKS.get(phase, ("@grey", ""))
+        height = [None if value is None else 1e3 * value for value in values]
         data.append(
             {
                 "type": "bar",
                 "name": name,
-                "x": [first for first, _ in phases["step"]],
-                "y": [None if value is None else 1e3 * value for value in values],
-                "customdata": labels,
+                "x": [(first + last) / 2 for first, last in steps],
+                "width": [0.92 * (abs(last - first) + apart) for first, last in steps],
+                "y": height,
+                "base": base,
+                "customdata": [[label, value] for label, value in zip(labels, height, strict=True)],
                 "marker": {"color": colour, "pattern": _pattern(pattern)},
-                "hovertemplate": f"{name}: %{{y:.3g}} ms<br>steps %{{customdata}}<extra></extra>",
+                "hovertemplate": f"{name}: %{{customdata[1]:.3g}} ms<br>steps %{{customdata[0]}}<extra></extra>",
             }
         )
+        base = [below + (part or 0.0) for below, part in zip(base, height, strict=True)]
     layout = {
-        "barmode": "stack",
-        "bargap": 0.08,
+        "barmode": "overlay",
         "height": 360,
         "xaxis": {"title": {"text": "Step"}},
         "yaxis": {"title": {"text": "Mean step, ms"}},
