@@ -1,4 +1,4 @@
-"""Where does a step go? Mean milliseconds of each phase, one above the other, over stretches of the run."""
+"""Where a step goes: mean milliseconds of each phase, on top of each other, over stretches of the run."""
 
 from __future__ import annotations
 
