@@ -87,6 +87,15 @@ def test_a_misspelt_plant_or_workload_is_refused_before_torch_is_loaded(argument
     assert f"did you mean {meant}?" in answer.stderr
 
 
+def test_the_plants_are_listed_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['flopmeter', 'demo', '--list-plants', '--json']\n"
+        "from flopmeter.cli import main; main()"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(json.loads(answer.stdout)) == len(PLANTS)
+
+
 def test_a_further_demo_takes_the_next_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "demo-2"):

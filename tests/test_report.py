@@ -664,6 +664,13 @@ def test_bars_of_phases_are_as_wide_as_their_steps_and_repeated_steps_do_not_add
     assert other["base"] == pytest.approx([600, 200, 800, 900])
 
 
+def test_a_phase_that_nobody_chose_a_colour_for_is_drawn_all_the_same() -> None:
+    phases = {"step": [[1, 2]], "seconds": {"decode_image": [0.25]}, "steady_s": {"decode_image": 0.25}}
+    (bar,) = CHARTS["phases"].figure({"phases": phases})["data"]
+    assert (bar["name"], bar["y"], bar["marker"]["color"]) == ("Decode image", [250.0], "@grey")
+    assert CHARTS["phases"].table({"phases": phases})["rows"] == [["Decode image", "250 ms", "100.0 %"]]
+
+
 def test_a_run_without_a_step_is_not_said_to_have_no_cause_of_lost_time(tmp_path: Path) -> None:
     page = render(load_run(runs.write_run(tmp_path, [runs.header(), runs.peak()])))
     assert "Nothing could be judged." in page
