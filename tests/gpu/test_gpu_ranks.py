@@ -58,6 +58,7 @@ def test_with_one_connection_the_overlap_stays(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*imbalance between your GPUs:UserWarning")
 def test_a_model_on_several_gpus_of_one_process_is_counted_whole(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two GPUs")
@@ -80,12 +81,13 @@ batch = torch.randn(8, 64, device="cuda:1")
 def step():
     model(batch).sum().backward()
 step()
+before = torch._C._cuda_hasPrimaryContext(0)
 sampled = SampledStep(model, "cuda")
 sampled.start()
 step()
 sampled.stop()
 assert sampled.profile is not None, "no kernels"
-assert not torch._C._cuda_hasPrimaryContext(0), "a context on a GPU that the program does not use"
+assert torch._C._cuda_hasPrimaryContext(0) == before, "a context on a GPU that the program does not use"
 """
 
 
