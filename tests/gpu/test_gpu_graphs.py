@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpu_loop import Loop, Text, waits_allowed, watched
+from torch import nn
 from torch._dynamo.utils import counters
 
 from flopmeter import load_run
+from flopmeter.flops.observe import observe
 
 pytestmark = pytest.mark.filterwarnings(  # the compiler's own
     "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning", "ignore:.*:UserWarning"
@@ -118,3 +121,30 @@ def test_a_compiled_model_trains_as_without_us_and_stays_compiled(tmp_path: Path
     assert ours == pytest.approx(plain)
     assert num_ours == num_plain
     assert load_run(tmp_path).column("perf/model_flop")[-1] == Loop().flop
+
+
+class Masked(nn.Module):
+    """Attention whose mask is made inside the compiled code, in the memory of its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        query = self.project(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        is_real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        bias = torch.zeros_like(is_real, dtype=x.dtype).masked_fill(~is_real, -1e4)[:, None, None, :]
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=bias.expand(-1, 4, x.shape[1], -1)).sum()
+
+
+def test_graphs_of_compiled_code_can_be_made_in_an_observed_step() -> None:
+    """As on a batch of a new shape: compiled, warmed up and recorded, and torch finds no tensor of ours in between."""
+    torch._dynamo.reset()
+    with waits_allowed():
+        model = torch.compile(Masked().cuda(), mode="reduce-overhead")
+        x, lengths = torch.randn(2, 32, 64, device="cuda"), torch.tensor([20, 32], device="cuda")
+        with observe(model) as observed:
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                model(x, lengths).backward()
+        assert observed.result().model_flop > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_loop import Loop, waits_allowed, watched
 
 from flopmeter import load_run
 
@@ -38,10 +39,12 @@ def test_exposed_communication_agrees_with_a_profiled_step(tmp_path: Path, bucke
     profiles = [event for event in run.events if event["event"] == "profile" and "communication_s" in event]
     if not profiles:
         pytest.skip("no profiled step: see the record's warnings")
-    by_profiler = profiles[-1]["communication_s"] / profiles[-1]["step_s"]
+    # Of the device's time, as the marks have it: the step itself is longer by what it takes to attach the tracer.
+    kinds = ("matmul", "recompute", "non_matmul", "optimizer", "copy", "communication", "gap")
+    by_profiler = profiles[-1]["communication_s"] / sum(profiles[-1][f"{kind}_s"] for kind in kinds)
     by_marks = statistics.median(shares)
     print(f"bucket {bucket_mb} MB: exposed {by_marks:.1%} by marks, {by_profiler:.1%} by the profiler")
-    assert by_marks == pytest.approx(by_profiler, abs=0.05)
+    assert by_marks == pytest.approx(by_profiler, abs=0.1)
 
 
 def test_with_one_connection_the_overlap_stays(tmp_path: Path) -> None:
@@ -53,3 +56,43 @@ def test_with_one_connection_the_overlap_stays(tmp_path: Path) -> None:
     print(
         f"CUDA_DEVICE_MAX_CONNECTIONS=1: {step_s['plain']:.6f} s a step without us, {step_s['watched']:.6f} s with us"
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*imbalance between your GPUs:UserWarning")
+def test_a_model_on_several_gpus_of_one_process_is_counted_whole(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    loop = Loop()
+    with waits_allowed():  # DataParallel's own
+        loop.model = torch.nn.DataParallel(loop.model)
+        with watched(loop, tmp_path, model=loop.model, profile_steps=False):
+            loop.losses(20)
+    run = load_run(tmp_path)
+    assert set(run.column("perf/model_flop")) == {loop.flop}
+    assert [event["model_flop"] for event in run.events if event["event"] == "count"] == [loop.flop]
+
+
+SECOND_GPU = """
+import torch
+from torch import nn
+from flopmeter.flops.sampled import SampledStep
+model = nn.Linear(64, 64).to("cuda:1")
+batch = torch.randn(8, 64, device="cuda:1")
+def step():
+    model(batch).sum().backward()
+step()
+before = torch._C._cuda_hasPrimaryContext(0)
+sampled = SampledStep(model, "cuda")
+sampled.start()
+step()
+sampled.stop()
+assert sampled.profile is not None, "no kernels"
+assert torch._C._cuda_hasPrimaryContext(0) == before, "a context on a GPU that the program does not use"
+"""
+
+
+def test_a_profile_of_a_model_on_the_second_gpu_leaves_the_first_alone() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    answer = subprocess.run([sys.executable, "-c", SECOND_GPU], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr[-2000:]

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_loop import Loop, Text, events, waits_allowed, watched
+from torch import nn
 
 from flopmeter import load_run
 from flopmeter.doctor import counting
+from flopmeter.flops.observe import observe
 
 NUM_STEPS = 50
 
@@ -69,6 +71,16 @@ def test_the_count_of_an_observed_step_is_the_formula(tmp_path: Path) -> None:
     with watched(loop, tmp_path) as monitor:
         loop.losses(NUM_STEPS, monitor)
     assert load_run(tmp_path).column("perf/model_flop")[-1] == loop.flop
+
+
+def test_convolutions_are_counted_in_the_format_that_cudnn_takes_for_them() -> None:
+    if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no TF32 units")
+    with waits_allowed():
+        model = nn.Conv2d(3, 8, 3).cuda()
+        with observe(model) as observed:
+            model(torch.randn(2, 3, 16, 16, device="cuda")).sum().backward()
+        assert set(observed.result().by_dtype) == {"tf32"}
 
 
 def test_a_gpt_with_this_gpus_attention_is_counted_as_by_hand() -> None:
