@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from flopmeter import watch
 from flopmeter.flops.observe import observe
 
 SAMPLES, LENGTH, WIDTH, HEADS = 2, 8, 16, 2
@@ -191,3 +195,33 @@ def test_nothing_is_kept_of_what_runs_while_a_cuda_graph_is_made() -> None:
         assert observed.calls == []
         F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
     assert observed.calls
+
+
+def watched(folder: Path, model: nn.Module, num_steps: int, compiled_from: int) -> list[dict[str, Any]]:
+    """What the record says of a run whose optimizer steps in compiled code from a step on."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    settings = {"peak_flop_per_s": 1e12, "sinks": [], "report": False, "profile_steps": False}
+    monitor = watch(model, optimizer, output_dir=folder, config={"monitoring": settings})
+    for index in range(num_steps):
+        model(torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)).sum().backward()
+        (compiled if index >= compiled_from else optimizer.step)()
+        optimizer.zero_grad()
+    monitor.finish_training()
+    return [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["model as it is", "model compiled too"])
+@pytest.mark.parametrize("compiled_from", [0, 3], ids=["always", "when the measured step ends"])
+def test_a_compiled_optimizer_step_neither_breaks_nor_hides_the_measured_step(
+    tmp_path: Path, is_compiled: bool, compiled_from: int
+) -> None:
+    model: nn.Module = Block()
+    if is_compiled:
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    before = torch._C._dispatch_tls_local_include_set()
+    lines = watched(tmp_path, model, num_steps=6, compiled_from=compiled_from)
+    counts = [line["model_flop"] for line in lines if line.get("event") == "count"]
+    assert counts == [FORWARD + BACKWARD]
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._dispatch_tls_local_include_set().raw_repr() == before.raw_repr()

@@ -96,6 +96,8 @@ class FrameTracker:
         """One per call of a root outside of any other module."""
         self.needed: list[Frame] = []
         """Frames of modules whose weight matrix tells what they need."""
+        self.on_batch: Callable[[], None] | None = None
+        """Told of each such call before anything runs in it."""
 
     @property
     def depth(self) -> int:
@@ -145,6 +147,8 @@ class FrameTracker:
 
     def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
         """A root is called from outside: what with?"""
+        if self.on_batch is not None:
+            self.on_batch()
         named = flatten(self._names.bind(args, kwargs))
         batch = read_batch(args, {name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
         batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
-from flopmeter.flops.patching import skip_in_compiler, surround_backward
+from flopmeter.flops.patching import is_in_compiled_call, skip_in_compiler, surround_backward
 from flopmeter.flops.repeats import Repeats
 from flopmeter.flops.tf32 import product_dtype, tf32_families
 
@@ -100,7 +100,16 @@ class Observation:
         self._frames.install()
         self._undo = [self._frames.remove, *_watch_optimizers(self._set_in_optimizer)]
         self._undo.append(surround_backward(self._inside_backward))
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        if self._mode.outlasts_call():
+            self._frames.on_batch = self._enter_late
+        else:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _enter_late(self) -> None:
+        """A root is called, after a start within a compiled optimizer step: from here on the mode sees what runs."""
+        if not self._mode.outlasts_call() and not torch._C._len_torch_dispatch_stack():
+            self._frames.on_batch = None
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Stop watching and take everything away again.
@@ -109,8 +118,8 @@ class Observation:
         """
         self._mode.is_quiet = True
         if _get_current_dispatch_mode() is self._mode:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        else:
+            self._mode.leave()
+        elif self._frames.on_batch is None:
             logger.warning("the observed step ended inside another dispatch mode; it is counted as far as it was seen")
         for undo in self._undo:
             undo()
@@ -252,6 +261,24 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._take = take
         self._count_fake = count_fake
         self._pid = os.getpid()
+
+    def outlasts_call(self) -> bool:
+        """Whether a compiled function runs that a step does not begin and end in: a count on shapes does."""
+        return not self._count_fake and is_in_compiled_call()
+
+    def leave(self) -> None:
+        """Off the stack: at once, or in the next backward pass where a compiled function would put its key back."""
+        if not self.outlasts_call():
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            return
+
+        def leave_first(_: bool) -> AbstractContextManager[Any]:
+            if _get_current_dispatch_mode() is self and not self.outlasts_call():
+                undo()
+                self.leave()
+            return nullcontext()
+
+        undo = surround_backward(leave_first)
 
     def let_go(self) -> None:
         """Nothing comes after this: the two would hold each other, and the step's tensors, until a collection."""

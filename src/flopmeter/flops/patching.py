@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -52,6 +53,21 @@ def skip_in_compiler(code: CodeType, *, and_callees: bool) -> None:
     if frames is not None and strategy is not None and action is not None:
         callees = action.SKIP if and_callees else action.DEFAULT
         frames.set_code_exec_strategy(code, strategy(action.SKIP, callees))
+
+
+def is_in_compiled_call() -> bool:
+    """Whether a function that torch.compile has wrapped is running, an optimizer's step with our hooks say.
+
+    When it returns, torch puts dispatch back as it was at its start: a mode that was entered inside sees nothing from
+    there on, and one that was left inside makes the next operators fail.
+    """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frame = sys._getframe() if frames is not None else None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == frames.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def surround_backward(surround: Callable[[bool], AbstractContextManager[Any]]) -> Callable[[], None]:
