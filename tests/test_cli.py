@@ -11,6 +11,7 @@ import pytest
 from flopmeter import __version__
 from flopmeter.cli import build_app
 from flopmeter.record import load_run
+from made_runs import make_run
 
 
 def flopmeter(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -136,3 +137,13 @@ def test_the_demo_shows_a_line_and_a_table(tmp_path: Path) -> None:
     assert "MFU" in answer.stderr
     assert "Summary" in answer.stdout
     assert "run.jsonl" in answer.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_pipe_that_cannot_take_a_sign_gets_another_and_no_traceback(tmp_path: Path, encoding: str) -> None:
+    before, after = (
+        str(make_run(tmp_path / name, [s] * 30).path.parent) for name, s in (("a", 0.1), ("b \u2603", 0.2))
+    )
+    answer = flopmeter("compare", before, after, PYTHONIOENCODING=encoding)
+    assert answer.returncode == 0, answer.stderr
+    assert "?50.0 %" in answer.stdout  # half the steps per second, behind a minus that neither encoding has

@@ -311,6 +311,14 @@ def test_names_from_a_hostile_record_do_not_reach_the_terminal_raw(tmp_path: Pat
     assert "\x07" not in answer.stdout
 
 
+def test_bars_keep_their_proportions_on_a_narrow_terminal(tmp_path: Path) -> None:
+    HEALTHY.run(tmp_path)
+    wide, narrow = (flopmeter("diagnose", str(tmp_path), COLUMNS=columns).stdout for columns in ("120", "56"))
+    assert "…" not in narrow
+    assert wide.count("█" * 40) == 1
+    assert narrow.count("█" * 18) == 1  # 38 columns are names and figures
+
+
 def test_explain_lists_every_rule_and_explains_one() -> None:
     listed = flopmeter("explain").stdout
     assert [line.split()[0] for line in listed.splitlines()] == sorted(RULES)

@@ -363,7 +363,7 @@ class TestPauses:
         finding = find("gc_pause", tmp_path, PLAN.but(events=(collected,)))
         assert finding.lost == pytest.approx(0.1)
         assert gain_of(finding) == pytest.approx((1 / 0.95 - 1, 1 / 0.9 - 1, 1 / 0.9 - 1))
-        assert finding.evidence == ("80 collections in 0.4 s, the longest of 20 ms, in 40 steps",)
+        assert finding.evidence == ("80 collections in 400 ms, the longest of 20 ms, in 40 steps",)
         few = event("gc", START_S + 4, duration_s=0.02, num=80, longest_s=0.001)
         assert look("gc_pause", tmp_path, PLAN.but(events=(few,))) is None
         assert "not recorded" in why_not("gc_pause", tmp_path, PLAN)
@@ -381,6 +381,12 @@ class TestPauses:
         assert finding.lost == pytest.approx(0.2)
         assert gain_of(finding) == pytest.approx((1 / 0.95 - 1, 1 / 0.9 - 1, 1 / 0.84 - 1))
         assert look("checkpoint_pause", tmp_path, PLAN.but(pauses=((name, 1.0),))) is None
+
+    @pytest.mark.parametrize(("rule", "name"), [("eval_pause", "evaluation"), ("checkpoint_pause", "checkpoint")])
+    def test_long_pauses_are_told_in_hours(self, tmp_path: Path, rule: str, name: str) -> None:
+        # 4 s of steps (a pause of 1 s is a fifth) and a pause of ten hours: 36,004 s, which is 10 h 0 min again.
+        finding = find(rule, tmp_path, PLAN.but(pauses=((name, 36_000.0),)))
+        assert finding.evidence[0].startswith("10 h 0 min of 10 h 0 min are pauses for")
 
     def test_short_pauses_are_fine(self, tmp_path: Path) -> None:
         plan = PLAN.but(pauses=(("evaluation", 0.1), ("checkpoint", 0.1)))

@@ -6,6 +6,7 @@ file, so that `flopmeter --help` answers at once.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -57,7 +58,9 @@ def _options(
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point. A terminal or pipe that cannot show a sign gets a question mark, not an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     sys.exit(_run())
 
 

@@ -85,7 +85,7 @@ def command(
         _measure_cpu_once(talk)
     faults = "".join(f" with {p.plant.name} ({p.size:.3g} {p.plant.size})" for p in planted)
     folder = output_dir or _free_folder()
-    talk.print(f"Training {workload}{faults} for {seconds:.0f} s, {MIN_STEPS} steps at least, into {folder} ...")
+    talk.print(f"Training {workload}{faults} for {seconds:.0f} s (at least {MIN_STEPS} steps), into {folder} ...")
     config = {"monitoring": {"sinks": [] if json else ["console"]}}
     result = run_demo(folder, seconds, config, workload=chosen, planted=planted)
     if json:

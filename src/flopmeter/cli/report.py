@@ -54,7 +54,7 @@ def command(
         facts = facts_of(loaded)
         text = render_facts(facts, kind)
     if goes_to_stdout:
-        _print(text)
+        typer.echo(text)
         return
     _write(text, target)
     if sys.stdout.isatty():
@@ -72,12 +72,6 @@ def _default_place(run: Run) -> Path:
         return run.path.parent
     name = run.path.name.removesuffix(".gz").removesuffix(".json")
     return Path(f"{name}-{REPORT_FILE}")
-
-
-def _print(text: str) -> None:
-    """A terminal that cannot show a sign gets a question mark, not an error."""
-    encoding = sys.stdout.encoding or "utf-8"
-    typer.echo(text.encode(encoding, "replace").decode(encoding))
 
 
 def _write(text: str, target: Path) -> None:

@@ -202,7 +202,7 @@ class _Debt:
             self._owed_s -= time.perf_counter() - start_s
 
 
-_STEPS = "ordinary steps that it costs"
+_STEPS = "times an ordinary step"
 
 PLANTS: tuple[Plant, ...] = (
     Plant(

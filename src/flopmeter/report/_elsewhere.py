@@ -50,7 +50,9 @@ def _decoder(run: Run) -> tuple[Architecture, int]:
         raise NoRuleError("the rules are applied to runs of one rank only")
     forward, backward = number(count.get("forward_flop")), number(count.get("backward_flop"))
     if not forward or not backward or abs(backward / forward - 2) > 0.01:
-        raise NoRuleError("the backward pass does not cost twice the forward pass: parts of the model are frozen")
+        raise NoRuleError(
+            "the backward pass does not cost twice the forward pass, as where parts of the model are frozen"
+        )
     tokens, samples = _workload(run, number(count.get("model_flop")))
     growth = _growth(count.get("growth"))
     seq = _whole(tokens / samples, "sequences differ in length, or are padded")

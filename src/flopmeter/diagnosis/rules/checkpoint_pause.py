@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
-from flopmeter.text import percent
+from flopmeter.text import percent, seconds
 
 NAMES = r"checkpoint|ckpt|save|saving"
 MIN_SHARE = 0.03
@@ -32,7 +32,7 @@ def check(evidence: Evidence) -> Finding | None:
         rule="checkpoint_pause",
         title=f"training stands still for {percent(share)} of the time while checkpoints are written",
         lost=share,
-        evidence=(f"{pause_s:.3g} s of {evidence.wall_s:.3g} s are pauses for checkpoints",),
+        evidence=(f"{seconds(pause_s)} of {seconds(evidence.wall_s)} are pauses for checkpoints",),
         advice=(
             "torch.distributed.checkpoint.async_save: copy to host memory, write in the background",
             "save less often, or sharded and to a local disk first",

@@ -37,7 +37,7 @@ def check(evidence: Evidence) -> Finding | None:
         title=f"the steps wait for data for {percent(share)} of the time, while the loader computes",
         lost=share,
         evidence=(
-            f"{seconds(wait_s / evidence.num_steps)} of every step go by waiting for the next batch",
+            f"{seconds(wait_s / evidence.num_steps)} of every step are spent waiting for the next batch",
             evidence.loader_evidence(),
         ),
         advice=(

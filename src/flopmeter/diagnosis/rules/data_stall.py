@@ -31,13 +31,13 @@ def check(evidence: Evidence) -> Finding | None:
     if share < MIN_SHARE or (busy is not None and busy >= BUSY_SHARE):
         return None
     has_workers = bool(evidence.resource("resource/num_workers"))
-    more = "raise num_workers: waiting workers cost no CPU" if has_workers else "set num_workers=4 (it is 0 now)"
+    more = "raise num_workers (waiting workers cost no CPU)" if has_workers else "set num_workers=4 (it is 0 now)"
     return Finding(
         rule="data_stall",
         title=f"the steps wait for data for {percent(share)} of the time, and the loader is not computing",
         lost=share,
         evidence=(
-            f"{seconds(wait_s / evidence.num_steps)} of every step go by waiting for the next batch",
+            f"{seconds(wait_s / evidence.num_steps)} of every step are spent waiting for the next batch",
             evidence.loader_evidence(),
         ),
         advice=(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
-from flopmeter.text import percent
+from flopmeter.text import percent, seconds
 
 NAMES = r"eval|valid|test"
 MIN_SHARE = 0.1
@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> Finding | None:
         rule="eval_pause",
         title=f"training stands still for evaluation for {percent(share)} of the time",
         lost=share,
-        evidence=(f"{pause_s:.3g} s of {evidence.wall_s:.3g} s are pauses for evaluation",),
+        evidence=(f"{seconds(pause_s)} of {seconds(evidence.wall_s)} are pauses for evaluation",),
         advice=(
             "evaluate less often (eval_steps), or on a fixed part of the data",
             "evaluate with a larger batch, under torch.inference_mode() and in bf16",

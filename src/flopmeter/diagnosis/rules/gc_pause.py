@@ -41,7 +41,7 @@ def check(evidence: Evidence) -> Finding | None:
         rule="gc_pause",
         title=f"Python's garbage collector takes {percent(share)} of the time",
         lost=share,
-        evidence=(f"{num:.0f} collections in {lost_s:.3g} s{longest}, in {evidence.num_steps} steps",),
+        evidence=(f"{num:.0f} collections in {seconds(lost_s)}{longest}, in {evidence.num_steps} steps",),
         advice=(
             "gc.collect(); gc.freeze() once model and data are loaded",
             "gc.disable(), and gc.collect() every few hundred steps, on all ranks at the same step",

@@ -1,7 +1,7 @@
 """Operators that only move memory (norms, activations, element-wise arithmetic) take much of the time.
 
 How we know. A sampled step splits computing into matmuls and everything else. The latter does next to no FLOPs: its
-time goes by reading and writing activations, once for every operator.
+time goes into reading and writing activations, once for every operator.
 
 What to do. torch.compile(model) fuses chains of them, so that an activation is read and written once. Use fused
 layers (torch.nn.functional.rms_norm, Liger kernels, fused cross-entropy), bf16 activations (half the bytes), and no
@@ -27,7 +27,7 @@ _OTHERS = r"mm(_|$)|gemm|conv|attention|cutlass|nccl|gloo|memcpy|optimizer|fused
 
 
 def check(evidence: Evidence) -> Finding | None:
-    """Look for a high share of operators that are no matmuls."""
+    """Look for a high share of operators other than matmuls."""
     share, moving_s = evidence.share("non_matmul"), evidence.seconds("non_matmul")
     if share < MIN_SHARE:
         return None
@@ -37,7 +37,7 @@ def check(evidence: Evidence) -> Finding | None:
     longest = ", ".join(f"{name[:40]} {seconds(own_s)}" for name, own_s, _ in own[:4])
     return Finding(
         rule="memory_bound",
-        title=f"operators that are no matmuls take {percent(share)} of the time",
+        title=f"operators other than matmuls take {percent(share)} of the time",
         lost=share,
         evidence=(f"the longest of them in a step: {longest or 'not recorded'}",),
         advice=(
