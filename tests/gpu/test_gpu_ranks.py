@@ -58,7 +58,7 @@ def test_with_one_connection_the_overlap_stays(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*imbalance between your GPUs:UserWarning")
+@pytest.mark.filterwarnings(r"ignore:\s*There is an imbalance:UserWarning")
 def test_a_model_on_several_gpus_of_one_process_is_counted_whole(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two GPUs")
