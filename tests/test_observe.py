@@ -287,11 +287,12 @@ def test_multihead_attention_counts_the_same_whether_or_not_it_returns_its_weigh
         model(x, x, x, attn_mask=causal, key_padding_mask=padding, need_weights=need_weights)[0].sum().backward()
     pairs = {
         "causal": SAMPLES * LENGTH * (LENGTH + 1) // 2,
-        "padding": sum(LENGTH * n for n in lengths),
-        "both": sum(min(query + 1, n) for n in lengths for query in range(LENGTH)),
+        "padding": sum(n * n for n in lengths),
+        "both": sum(n * (n + 1) // 2 for n in lengths),
     }[masks]
-    # Four projections of every token, and two products of a head's width for every pair and head.
-    projections = 4 * 2 * SAMPLES * LENGTH * WIDTH * WIDTH
+    tokens = SAMPLES * LENGTH if masks == "causal" else sum(lengths)
+    # Four projections of every token, and two products of a head's width for every pair and head; none for padding.
+    projections = 4 * 2 * tokens * WIDTH * WIDTH
     found = step.result()
     assert found.forward_flop == pytest.approx(projections + 4 * WIDTH * pairs)
     assert found.backward_flop == pytest.approx(2 * (projections + 4 * WIDTH * pairs))
