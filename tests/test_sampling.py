@@ -159,6 +159,12 @@ def test_a_fall_by_just_what_counts_is_none() -> None:
     assert detector.update(2, 0.5) == Regime(0.875, 0.5, 2)
 
 
+def test_as_many_intervals_as_must_be_low_say_what_is_normal() -> None:
+    detector = RegimeDetector(min_fall=0.25, patience=1)
+    assert detector.update(0, 1.0) is None
+    assert detector.update(7, 0.5) == Regime(1.0, 0.5, 7)
+
+
 def test_slower_means_more_than_the_steps_scatter() -> None:
     assert is_slower([0.1] * 20, [0.112] * 20)
     # Steps of 0.09, 0.10 and 0.11 s scatter by 0.01: an excess of 0.025 is more than twice that, one of 0.019 is not.
