@@ -95,6 +95,13 @@ def test_with_room_the_line_is_in_full() -> None:
     assert format_line(12345, LARGE) == format_line(12345, LARGE, 120) == full
 
 
+def test_a_model_without_tokens_is_told_in_samples() -> None:
+    images = {key: value for key, value in LARGE.items() if "tokens" not in key} | {"perf/samples_per_second": 2500.0}
+    assert "| 2,500 samples/s |" in format_line(1, images)
+    assert "| 2.5 k smp/s |" in format_line(12345, images, 79)
+    assert "| 12,345,678 tokens/s |" in format_line(1, LARGE | {"perf/samples_per_second": 2500.0})
+
+
 def test_a_terminal_of_80_columns_shows_the_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal()

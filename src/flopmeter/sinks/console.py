@@ -19,7 +19,7 @@ LONGEST_INTERVAL_S = 600.0
 RARER = 0.05
 """In a log file the next line waits for this share of the time so far: a run of three days leaves hundreds of lines."""
 
-_RATES = ("perf/mfu", "perf/tokens_per_second", "perf/data_wait_share")
+_RATES = ("perf/mfu", "perf/tokens_per_second", "perf/samples_per_second", "perf/data_wait_share")
 
 
 class Sink:
@@ -113,19 +113,24 @@ def say_last(line: str) -> None:
 
 
 def format_line(step: int, metrics: Mapping[str, float], width: int | None = None) -> str:
-    """The live line, in fewer words where it must fit; a number that is not known yet shows as a dash."""
+    """The live line, in fewer words where it must fit; a number that is not known yet shows as a dash.
+
+    A model that takes no tokens is told in samples.
+    """
+    has_samples_only = "perf/tokens_per_second" not in metrics and "perf/samples_per_second" in metrics
+    rate, unit, short = ("samples", "samples/s", "smp/s") if has_samples_only else ("tokens", "tokens/s", "tok/s")
 
     def show(key: str, write: Callable[[float], str]) -> str:
         value = metrics.get(key)
         return "-" if value is None else write(value)
 
     loss, mfu = show("training/loss", "{:.4f}".format), show("perf/mfu", text.utilisation)
-    data_wait, tokens = show("perf/data_wait_share", text.percent), show("perf/tokens_per_second", "{:,.0f}".format)
+    data_wait, speed = show("perf/data_wait_share", text.percent), show(f"perf/{rate}_per_second", "{:,.0f}".format)
     step_ms = show("perf/step_time", lambda step_s: f"{1e3 * step_s:.1f} ms")
     begin = f"step {step:>5} | loss {loss}"
-    line = f"{begin} | step time {step_ms} | MFU {mfu} | {tokens} tokens/s | data wait {data_wait}"
+    line = f"{begin} | step time {step_ms} | MFU {mfu} | {speed} {unit} | data wait {data_wait}"
     if width is None or len(line) <= width:
         return line
     step_time = show("perf/step_time", text.seconds)
-    tokens = show("perf/tokens_per_second", lambda value: text.amount(value, ""))
-    return f"{begin} | {step_time} | MFU {mfu} | {tokens.strip()} tok/s | wait {data_wait}"[:width]
+    speed = show(f"perf/{rate}_per_second", lambda value: text.amount(value, ""))
+    return f"{begin} | {step_time} | MFU {mfu} | {speed.strip()} {short} | wait {data_wait}"[:width]
