@@ -323,7 +323,7 @@ VALID = {
 }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.fixed_dictionaries({}, optional=VALID))
 def test_valid_settings_survive_the_way_through_yaml_and_back(
     tmp_path_factory: pytest.TempPathFactory, written: dict[str, Any]

@@ -178,7 +178,7 @@ def outcome(source: Any) -> str:
         return str(error)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(trees | setting_trees | st.dictionaries(known_names, trees, max_size=4))
 def test_no_data_makes_the_reader_raise_anything_but_a_config_error(source: Any) -> None:
     assert outcome(source).isprintable()

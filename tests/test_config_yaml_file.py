@@ -118,7 +118,7 @@ def outcome(source: Any) -> str:
         return str(error)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(content=st.binary(max_size=60) | st.lists(yaml_pieces | st.text(max_size=3), max_size=30).map("".join))
 def test_no_file_makes_the_reader_raise_anything_but_a_config_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes | str

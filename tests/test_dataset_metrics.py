@@ -176,7 +176,7 @@ def test_logits_without_labels_and_labels_alone_give_no_accuracy() -> None:
     assert "dataset/web/accuracy" not in values
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(

@@ -227,7 +227,7 @@ ANY_EVENT = st.tuples(
 HEADERS = st.dictionaries(st.sampled_from(["device", "world_size", "model"]), HOSTILE, max_size=3)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(lines=st.lists(st.one_of(STEPS, ANY_EVENT), max_size=12), header=HEADERS)
 def test_whatever_the_record_holds_no_rule_fails(tmp_path: Path, lines: list[Any], header: dict[str, Any]) -> None:
     run = record(tmp_path, [{"kind": "header", "schema": 1, **header}, *HEALTHY.but(num_steps=2).lines()[1:], *lines])

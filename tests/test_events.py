@@ -257,7 +257,7 @@ def test_an_event_that_was_never_recorded_is_not_taken_for_a_passed_one() -> Non
     assert timeline.poll() == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_events=st.integers(3, 24),
     drift=st.sampled_from([0.0, 100e-6]),

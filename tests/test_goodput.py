@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopmeter.goodput import Goodput, goodput
@@ -289,7 +289,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(lines=st.lists(LINES, max_size=25))
 def test_whatever_the_record_holds_the_parts_add_up(tmp_path: Path, lines: list[Line]) -> None:
     result = goodput(record(tmp_path, header(1000.0), *lines))

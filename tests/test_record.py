@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flopmeter.errors import RecordError
@@ -26,7 +26,7 @@ from flopmeter.record.writer import encode
 HEADER = {"kind": "header", "schema": 1, "run_id": "a", "started_at": 100.0, "model": "GPT", "world_size": 1}
 
 
-def step_line(step: int, **metrics: Any) -> dict[str, Any]:
+def step_line(step: int, /, **metrics: Any) -> dict[str, Any]:
     return {"kind": "step", "step": step, "time": 100.0 + step, "metrics": metrics}
 
 
@@ -192,7 +192,6 @@ line_like = st.fixed_dictionaries(
 raw_lines = st.binary(max_size=40) | line_like.map(lambda value: json.dumps(value).encode())
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(raw_lines, max_size=8), has_header=st.booleans())
 def test_no_file_makes_the_reader_raise_anything_but_its_own_error(
     tmp_path: Path, lines: list[bytes], has_header: bool
@@ -210,7 +209,6 @@ def test_no_file_makes_the_reader_raise_anything_but_its_own_error(
         json.loads((tmp_path / "training_log.json").read_text(), parse_constant=pytest.fail)
 
 
-@settings(deadline=None)
 @given(metrics=st.dictionaries(st.text(max_size=10), st.floats(allow_nan=False), max_size=5))
 def test_every_metric_survives_the_round_trip(
     metrics: dict[str, float], tmp_path_factory: pytest.TempPathFactory
@@ -423,7 +421,7 @@ def test_a_disk_that_is_really_full_lets_the_record_resume_when_there_is_space(
 _VALUES = st.one_of(st.floats(), st.integers(), st.booleans(), st.none(), st.sampled_from(["NaN", "-Infinity", "x"]))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(st.lists(st.dictionaries(st.sampled_from("abcdef"), _VALUES, max_size=6), max_size=30))
 def test_columns_hold_every_value_at_its_step_whatever_keys_the_steps_have(
     tmp_path: Path, rows: list[dict[str, Any]]
@@ -520,13 +518,13 @@ def test_columns_are_equally_long_and_hold_nothing_that_still_waits_once_dealt()
     assert [math.isnan(value) for value in columns["b"]] == [True] * 10 + [False]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.text(st.characters(), max_size=6))
 @example(key='<a b="c">')
 @example(key="\\")
 @example(key="\n\0")
 @example(key="\ud800")
 @example(key="")
+@example(key="step")
 def test_any_text_may_be_the_key_of_a_metric_in_every_line(tmp_path: Path, key: str) -> None:
     lines = [json.dumps(step_line(number, **{key: number, "another": 0.5})).encode() + b"\n" for number in range(20)]
     run = load_run(write_lines(tmp_path / "run.jsonl", HEADER, *lines))

@@ -76,7 +76,7 @@ def test_a_text_is_one_line_of_bounded_length_without_control_characters() -> No
     assert len(clean("x" * 10_000_000)) == 200
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400), st.integers(2, 50))
 def test_thinning_keeps_the_smallest_and_the_largest_value(values: list[float], max_points: int) -> None:
     kept = _thin.extremes(array("d", values), max_points)
@@ -424,7 +424,7 @@ _FIELDS = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.fixed_dictionaries(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopmeter.cli import trace as command
@@ -207,7 +207,7 @@ def damage(data: bytes, seed: int, num_bytes: int) -> bytes:
     return bytes(result)
 
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150)
 
 
 @FUZZ

@@ -363,7 +363,7 @@ def test_a_run_without_durations_has_no_waterfall(tmp_path: Path, metrics: dict[
 PLACES = st.none() | st.integers(-9, 9)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(lines=st.lists(st.one_of(STEPS, EVENTS), max_size=12), start=PLACES, stop=PLACES)
 def test_whatever_the_record_holds_the_parts_add_up(
     tmp_path: Path, lines: list[Any], start: int | None, stop: int | None
