@@ -229,7 +229,7 @@ def test_without_training_it_says_so_and_loads_no_monitor(tmp_path: Path) -> Non
     )
     code, out, said = flopmeter_run("a.py", cwd=tmp_path)
     assert (code, out) == (0, "False SourceFileLoader dict_keys(['name', 'path'])\n")
-    assert said.startswith("flopmeter: nothing to measure: no optimizer has stepped")
+    assert said.startswith("flopmeter: nothing to measure: no optimizer of torch has stepped")
     assert said.count("\n") == 1
 
 

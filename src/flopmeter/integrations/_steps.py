@@ -60,16 +60,22 @@ class StepRule:
         if key not in self.cycle or not has_forward:
             self._note_stray(key, has_forward=has_forward)
             return False
-        self._turns[key] += 1
-        if self._turns.keys() != self.cycle:
-            if self._turns[key] >= self._max_turns:
-                self._lose(self._turns[key] - 1)
+        if len(self.cycle) > 1 and not self._has_all_with(key):
             return False
-        self._turns.clear()
         self._strays.clear()
         for counts in self._joining.values():
             counts[1] += 1
         return True
+
+    def _has_all_with(self, key: Hashable) -> bool:
+        """Whether with this turn each optimizer of the cycle has had one; then the next cycle begins."""
+        self._turns[key] += 1
+        if self._turns.keys() == self.cycle:
+            self._turns.clear()
+            return True
+        if self._turns[key] >= self._max_turns:
+            self._lose(self._turns[key] - 1)
+        return False
 
     def _note_stray(self, key: Hashable, *, has_forward: bool) -> None:
         self._strays[key] += 1

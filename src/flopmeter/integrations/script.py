@@ -72,7 +72,7 @@ class Program:
         self._is_idle = False
         self._last_words = ""
         self._undo: list[Callable[[], None]] = []
-        self._reason = "no optimizer has stepped in this process; processes that it starts are not measured"
+        self._reason = "no optimizer of torch has stepped in this process; processes that it starts are not measured"
 
     def follow(self) -> None:
         """Have torch tell of every optimizer step."""
