@@ -133,29 +133,29 @@ def test_a_pause_for_a_checkpoint_in_numbers(tmp_path: Path) -> None:
     finding = find("checkpoint_pause", tmp_path, PLAN.but(pauses=(("save", 0.6),)))
     assert finding.lost == pytest.approx(0.6 / 4.6)
     assert gain_of(finding) == faster(4.6, 0.3, 0.57, 0.6)
-    assert finding.evidence == ("0.6 s of 4.6 s are pauses for checkpoints",)
+    assert finding.evidence == ("600 ms of 4.6 s are pauses for checkpoints",)
 
 
 def test_a_pause_for_evaluation_in_numbers(tmp_path: Path) -> None:
     finding = find("eval_pause", tmp_path, PLAN.but(pauses=(("eval", 0.6),)))
     assert gain_of(finding) == faster(4.6, 0.15, 0.3, 0.48)
-    assert finding.evidence == ("0.6 s of 4.6 s are pauses for evaluation",)
+    assert finding.evidence == ("600 ms of 4.6 s are pauses for evaluation",)
 
 
 def test_collections_of_garbage_in_numbers(tmp_path: Path) -> None:
     events = (gc_event(duration_s=0.25, num=3, longest_s=0.125), gc_event(duration_s=0.15, num=4, longest_s=0.03))
     finding = find("gc_pause", tmp_path, PLAN.but(events=events))
-    assert finding.evidence == ("7 collections in 0.4 s, the longest of 125 ms, in 40 steps",)
+    assert finding.evidence == ("7 collections in 400 ms, the longest of 125 ms, in 40 steps",)
     assert gain_of(finding) == faster(4.0, 0.2, 0.4, 0.4)
     unknown = find("gc_pause", tmp_path, PLAN.but(events=(gc_event(duration_s=0.4),)))
-    assert unknown.evidence == ("0 collections in 0.4 s, in 40 steps",)
+    assert unknown.evidence == ("0 collections in 400 ms, in 40 steps",)
 
 
 @pytest.mark.parametrize(("num_workers", "advice"), [(0, "set num_workers=4 (it is 0 now)"), (2, "raise num_workers")])
 def test_a_stall_in_numbers(tmp_path: Path, num_workers: int, advice: str) -> None:
     finding = find("data_stall", tmp_path, PLAN.but(data_wait_s=0.011, events=(workers(num_workers, 0.2),)))
     assert finding.lost == pytest.approx(0.1)  # 11 of 110
-    assert finding.evidence[0] == "11 ms of every step go by waiting for the next batch"
+    assert finding.evidence[0] == "11 ms of every step are spent waiting for the next batch"
     assert finding.advice[0].startswith(f"DataLoader: {advice}")
     assert gain_of(finding) == faster(110, 5.5, 11, 11)
 
@@ -164,7 +164,7 @@ def test_preprocessing_in_numbers(tmp_path: Path) -> None:
     finding = find("cpu_preprocessing", tmp_path, PLAN.but(data_wait_s=0.011, events=(workers(4, 3.2),)))
     assert finding.lost == pytest.approx(0.1)
     assert finding.evidence == (
-        "11 ms of every step go by waiting for the next batch",
+        "11 ms of every step are spent waiting for the next batch",
         "its 4 workers are busy for 80.0 % of the time each",
     )
     assert gain_of(finding) == faster(110, 5.5, 11, 11)
