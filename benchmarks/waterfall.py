@@ -29,7 +29,7 @@ from flopmeter.demo.text import SyntheticText
 from flopmeter.waterfall import PART_NAMES
 from outcome import add_record_option, finish
 
-BENCHMARK_VERSION = 1
+BENCHMARK_VERSION = 2
 SIZES = GPTConfig(num_layers=2, hidden=128, num_heads=4, length=64)
 BATCH_SIZE = 8
 DELAY_S = 0.05
@@ -107,14 +107,15 @@ def train(folder: Path, num_pairs: int) -> dict[str, list[tuple[range, range]]]:
     return stretches
 
 
-def rises(run: Run, stretches: list[tuple[range, range]]) -> dict[str, float]:
-    """By part: what a step spends more on it, in units of the delay."""
+def rises(run: Run, fault: str, stretches: list[tuple[range, range]]) -> dict[str, float]:
+    """By part: how much more is spent on it for every delay that lies in the stretch, in units of the delay."""
     found: dict[str, list[float]] = {name: [] for name in PART_NAMES}
     for on, off in stretches:
         seconds = []
         for places in (on, off):
             split = run.waterfall(places.start, places.stop)
-            seconds.append({part.name: part.seconds / split.num_steps for part in split.parts})
+            num_delays = split.num_steps - (fault == "pauses")  # between the first step and the last is one fewer
+            seconds.append({part.name: part.seconds / num_delays for part in split.parts})
         for name in found:
             found[name].append((seconds[0].get(name, 0.0) - seconds[1].get(name, 0.0)) / DELAY_S)
     return {name: statistics.median(values) for name, values in found.items()}
@@ -130,7 +131,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stretches = train(Path(folder), 1 if arguments.quick else arguments.pairs)
         run = load_run(folder)
-    found = {fault: rises(run, stretches[fault]) for fault in PLANTED}
+    found = {fault: rises(run, fault, stretches[fault]) for fault in PLANTED}
     table = Table(title=f"Rise of each part, planted = 1 ({DELAY_S * 1e3:g} ms a step)")
     for heading in ("part", *(f"in {fault}" for fault in PLANTED)):
         table.add_column(heading, justify="left" if heading == "part" else "right")
