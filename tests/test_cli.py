@@ -51,9 +51,13 @@ WRONG_USE = (
     "report . --format pdf",
     "explain no_such_rule",
     "doctor --only no_such_check",
-    "count llama:layers=2,layers=3",
     "mfu --arch layers=2 --seq 8 --gpus 1 --tokens-per-second 8 --peak-flop-per-s 1e12",
 )
+
+
+def test_a_size_given_twice_is_wrong_use() -> None:
+    pytest.importorskip("transformers", reason="the sizes are those of its configs")
+    test_wrong_use_is_one_line_and_exit_code_2("count llama:layers=2,layers=3")
 
 
 @pytest.mark.parametrize("arguments", WRONG_USE)
