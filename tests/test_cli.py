@@ -57,11 +57,15 @@ WRONG_USE = (
 
 def test_a_size_given_twice_is_wrong_use() -> None:
     pytest.importorskip("transformers", reason="the sizes are those of its configs")
-    test_wrong_use_is_one_line_and_exit_code_2("count llama:layers=2,layers=3")
+    assert_wrong_use("count llama:layers=2,layers=3")
 
 
 @pytest.mark.parametrize("arguments", WRONG_USE)
 def test_wrong_use_is_one_line_and_exit_code_2(arguments: str) -> None:
+    assert_wrong_use(arguments)
+
+
+def assert_wrong_use(arguments: str) -> None:
     answer = flopmeter(*arguments.split())
     assert answer.returncode == 2
     assert answer.stdout == ""
