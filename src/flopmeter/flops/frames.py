@@ -249,6 +249,8 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def _visible_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(root, torch.jit.ScriptModule):
+        return  # it takes no hooks, and calls no Python: its work belongs to the module around it
     yield path, root
     if is_compiled(root) or is_spread(root):
         return
@@ -378,7 +380,7 @@ def _fitting_drivers(tensor: torch.Tensor, batch: Batch) -> list[Driver]:
     fitting: list[Driver] = []
     if _is_text(tensor, batch):
         fitting.append("token")
-    if patches and (rows == patches or (patches % rows == 0 and patches // rows in (4, 9, 16))):
+    if patches and rows and (rows == patches or (patches % rows == 0 and patches // rows in (4, 9, 16))):
         fitting.append("patch")
     if rows == samples and (length is None or tensor.dim() == 2):
         fitting.append("sample")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.func import functional_call
 
 from flopmeter.errors import CountError
-from flopmeter.flops.shadow import shadow
+from flopmeter.flops.shadow import shadow, untouched
 
 FREE_IMAGE_SIZE = 448
 """Side in pixels of the image for models that take any size."""
@@ -167,7 +167,7 @@ def _num_image_tokens(model: nn.Module, images: torch.Tensor) -> int:
     ask = _AskForFeatures(model)
     state = {name: parameter.to("meta") for name, parameter in ask.named_parameters()}
     state |= {name: buffer.clone() for name, buffer in ask.named_buffers()}
-    with torch.no_grad(), torch.random.fork_rng([]), shadow():
+    with torch.no_grad(), untouched(model), shadow():
         features = functional_call(ask, state, (images.new_ones(1, *images.shape[1:]),))
     return sum(feature.numel() // feature.shape[-1] for feature in features)
 

@@ -20,7 +20,7 @@ from flopmeter.devices.placement import devices_of
 from flopmeter.flops import formulas
 from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
-from flopmeter.flops.formulas import Formula, Spec, Work
+from flopmeter.flops.formulas import MATRIX_WORD, Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
 from flopmeter.flops.patching import is_in_compiled_call, skip_in_compiler, surround_backward
@@ -31,7 +31,6 @@ logger = logging.getLogger("flopmeter")
 
 WorkPhase = Literal["forward", "backward", "recompute", "optimizer", "evaluation"]
 
-_MATRIX_WORDS = ("mm", "conv", "attention", "linear", "lstm", "gru", "rnn", "fft", "matmul", "einsum")
 _KNOWN_NAMESPACES = frozenset(
     {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
 )
@@ -245,7 +244,11 @@ class Observation:
 
     def _note_uncounted(self, op: str) -> None:
         namespace, _, name = op.partition("::")
-        is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS) and "upsample" not in name
+        is_matrix_like = (
+            namespace == "aten"
+            and not name.startswith("_thnn_fused_")  # the point-wise part of a recurrent cell
+            and any(MATRIX_WORD.fullmatch(word) for word in name.split("_"))
+        )
         if is_matrix_like or namespace not in _KNOWN_NAMESPACES or formulas.is_solver(op):
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 

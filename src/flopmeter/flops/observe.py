@@ -53,9 +53,10 @@ class ObservedStep(Observation):
                 ) from error
             return replace(seen, left_out=(*seen.left_out, f"The uncompiled twin could not be counted: {error}"))
         recompute_flop = twin.recompute_flop
-        if twin.recompute_flop and not self._hides_masks():  # the compiler decides what it computes again
-            recompute_flop = seen.model_flop + seen.recompute_flop - twin.model_flop
         coverage = min(1.0, seen.hardware_flop / twin.hardware_flop) if twin.hardware_flop else 1.0
+        # The compiler decides what it computes again, which shows where all of its work does.
+        if twin.recompute_flop and coverage >= MIN_COVERAGE and not self._hides_masks():
+            recompute_flop = seen.model_flop + seen.recompute_flop - twin.model_flop
         hardware = twin
         if coverage >= MIN_COVERAGE:
             hardware, twin = seen, _in_dtypes_of(seen, twin)
@@ -82,7 +83,7 @@ class ObservedStep(Observation):
 
     def _count_call(self, batch: Batch, convention: Convention) -> FlopCount:
         with torch.autocast(*batch.autocast) if batch.autocast is not None else nullcontext():
-            return count_call(self.roots[0], *batch.arguments, convention=convention)
+            return count_call(self.roots[0], *batch.arguments, convention=convention, may_run=False)
 
 
 @contextmanager

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import ref
 
 import torch
+
+_T = TypeVar("_T")
 
 BLOCKED_BELOW = -9999.0
 """An additive mask at or below this blocks a pair: older models use -1e4, others the dtype's minimum or -inf."""
@@ -54,51 +57,79 @@ class Pairs:
     """Share of a fused backward's products whose results anyone wants (frozen keys need no gradient)."""
 
 
-class PairTracker:
-    """Follows scores from the product that made them to the product that uses them, by tags on the tensors."""
+class Known(Generic[_T]):
+    """What is known of a tensor, for as long as it lives.
+
+    Kept beside the tensor and not on it: a tensor that the user keeps, copies or saves has nothing of ours.
+    """
 
     def __init__(self) -> None:
+        self._by_id: dict[int, tuple[ref[torch.Tensor], _T]] = {}
+
+    def get(self, tensor: torch.Tensor) -> _T | None:
+        """None where nothing is known."""
+        found = self._by_id.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None  # another one may have had its id
+
+    def put(self, tensor: torch.Tensor, value: _T) -> None:
+        """Replaces what was known."""
+        key, by_id = id(tensor), self._by_id
+
+        def forget(dead: ref[torch.Tensor]) -> None:
+            if (found := by_id.get(key)) is not None and found[0] is dead:
+                del by_id[key]
+
+        by_id[key] = ref(tensor, forget), value
+
+
+class PairTracker:
+    """Follows scores from the product that made them to the product that uses them."""
+
+    def __init__(self) -> None:
+        self._pairs: Known[Pairs] = Known()
+        self._masks: Known[tuple[int, list[torch.Tensor]]] = Known()
+        """What went into a bias without values, with the bias's version at that time."""
         self._shares: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
         self.by_sequence: dict[int, Pairs] = {}
         """Autograd sequence number of a forward attention product to its pairs: its gradients belong to it too."""
 
     def follow(self, op: str, args: tuple[Any, ...], out: Any, query_is_real: torch.Tensor | None) -> None:
-        """Carry the tag of the scores through one operator that is not itself a matrix product."""
-        pairs = _find_tag(args)
+        """Carry the pairs of the scores through one operator that is not itself a matrix product."""
+        pairs = self._find(args)
         if not isinstance(out := _first_of(out), torch.Tensor):
             return
         if pairs is None:
-            if out.is_meta and (masks := _masks_after(op, args)) is not None:
-                out._flopmeter_masks = (out._version, masks)  # type: ignore[attr-defined]
+            if out.is_meta and (masks := self._masks_after(op, args)) is not None:
+                self._masks.put(out, (out._version, masks))
         elif op in _SOFTMAX:
             if args[1] in (-1, args[0].dim() - 1) and not pairs.is_attention:
                 pairs.is_attention = True
                 pairs.num_keys = int(args[0].shape[-1])
                 pairs.is_spelled_out = op != "aten::_safe_softmax"
                 pairs.share = self.share(pairs.allowed, args[0].shape, query_is_real)
-            _tag(out, pairs)
+            self._pairs.put(out, pairs)
         elif op in _KEEPS_SCORES:
-            _tag(out, pairs)
-        elif not pairs.is_attention and (mask := _mask_of(op, args)) is not None:
+            self._pairs.put(out, pairs)
+        elif not pairs.is_attention and (mask := self._mask_of(op, args)) is not None:
             pairs.allowed.append(mask)
-            _tag(out, pairs)
+            self._pairs.put(out, pairs)
 
     def product(self, op: str, bound: Mapping[str, Any], out: Any) -> Pairs:
         """The pairs of a batched product: those of the softmax it consumes, or new ones that may become attention."""
-        pairs = _find_tag(tuple(bound.values()))
+        pairs = self._find(tuple(bound.values()))
         if pairs is not None and pairs.is_attention:
             return pairs
         pairs = Pairs()
         if op == "aten::baddbmm" and bound.get("beta", 1) != 0:  # with 0 it is memory that nobody filled
             pairs.allowed.append(bound["self"])
-        _tag(out, pairs)
+        self._pairs.put(out, pairs)
         return pairs
 
     def share(
         self, allowed: list[torch.Tensor], scores_shape: torch.Size, query_is_real: torch.Tensor | None
     ) -> torch.Tensor | float | None:
         """Share of the pairs that all masks let through and whose query is no padding, as a device scalar."""
-        allowed = [part for mask in allowed for part in _masks_in(mask)]
+        allowed = [part for mask in allowed for part in self._masks_in(mask)]
         if not allowed:
             return unmasked_share(query_is_real, *scores_shape[-2:])
         if any(mask.is_meta for mask in allowed):
@@ -107,6 +138,52 @@ class PairTracker:
         if key not in self._shares:  # the masks are kept, so that no other tensor can take their place in memory
             self._shares[key] = (allowed, _share(allowed, scores_shape, query_is_real))
         return self._shares[key][1]
+
+    def _mask_of(self, op: str, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """The mask that an operator puts on scores, or None when it does no masking that we know."""
+        if op in _ADD and isinstance(args[1], torch.Tensor):
+            mask: torch.Tensor = args[1] if self._pairs.get(args[0]) is not None else args[0]
+            return mask
+        if op in _MASKED_FILL:
+            blocked: torch.Tensor = args[1]
+            return ~blocked
+        if op == "aten::where" and len(args) == 3:
+            condition: torch.Tensor = args[0]
+            return condition if self._pairs.get(args[1]) is not None else ~condition
+        return None
+
+    def _masks_after(self, op: str, args: tuple[Any, ...]) -> list[torch.Tensor] | None:
+        """The masks in a bias without values (T5's positions), whose sum has lost them; None: nobody knows."""
+        tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim() > 0]
+        if op in _MASKS_NOTHING:
+            return []
+        if op in _ADD:
+            masks = [mask for part in tensors for mask in self._masks_in(part)]
+        elif op in _MASKED_FILL:
+            masks = [*self._masks_in(args[0]), ~args[1]]
+        elif op == "aten::where" and len(args) == 3:
+            is_kept = args[1].is_meta and args[1].dim() > 0
+            masks = [args[0] if is_kept else ~args[0], *self._masks_in(args[1] if is_kept else args[2])]
+        else:
+            masks = self._masks_in(tensors[0]) if len(tensors) == 1 else []
+            if len(tensors) != 1 or (masks and op not in _KEEPS_SHAPE):
+                return None
+        return None if any(mask.is_meta for mask in masks) else masks
+
+    def _masks_in(self, mask: torch.Tensor) -> list[torch.Tensor]:
+        """What masks a tensor holds: those that went into it where it has no values of its own, else itself."""
+        known = self._masks.get(mask)
+        return known[1] if known is not None and known[0] == mask._version else [mask]
+
+    def _find(self, args: tuple[Any, ...]) -> Pairs | None:
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                pairs = self._pairs.get(value)
+            else:
+                pairs = self._find(tuple(value)) if isinstance(value, list) else None
+            if pairs is not None:
+                return pairs
+        return None
 
 
 def unmasked_share(
@@ -184,61 +261,6 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor._version, *tensor.shape, *tensor.stride()
-
-
-def _mask_of(op: str, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """The mask that an operator puts on scores, or None when it does no masking that we know."""
-    if op in _ADD and isinstance(args[1], torch.Tensor):
-        mask: torch.Tensor = args[1] if _tag_of(args[0]) is not None else args[0]
-        return mask
-    if op in _MASKED_FILL:
-        blocked: torch.Tensor = args[1]
-        return ~blocked
-    if op == "aten::where" and len(args) == 3:
-        condition: torch.Tensor = args[0]
-        return condition if _tag_of(args[1]) is not None else ~condition
-    return None
-
-
-def _masks_after(op: str, args: tuple[Any, ...]) -> list[torch.Tensor] | None:
-    """The masks that went into a bias without values (T5's positions), whose sum has lost them; None: nobody knows."""
-    tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim() > 0]
-    if op in _MASKS_NOTHING:
-        return []
-    if op in _ADD:
-        masks = [mask for part in tensors for mask in _masks_in(part)]
-    elif op in _MASKED_FILL:
-        masks = [*_masks_in(args[0]), ~args[1]]
-    elif op == "aten::where" and len(args) == 3:
-        is_kept = args[1].is_meta and args[1].dim() > 0
-        masks = [args[0] if is_kept else ~args[0], *_masks_in(args[1] if is_kept else args[2])]
-    else:
-        masks = _masks_in(tensors[0]) if len(tensors) == 1 else []
-        if len(tensors) != 1 or (masks and op not in _KEEPS_SHAPE):
-            return None
-    return None if any(mask.is_meta for mask in masks) else masks
-
-
-def _masks_in(mask: torch.Tensor) -> list[torch.Tensor]:
-    """What masks a tensor holds: those that went into it where it has no values of its own, else itself."""
-    known: tuple[int, list[torch.Tensor]] | None = getattr(mask, "_flopmeter_masks", None)
-    return known[1] if known is not None and known[0] == mask._version else [mask]
-
-
-def _tag(tensor: torch.Tensor, pairs: Pairs) -> None:
-    tensor._flopmeter_pairs = pairs  # type: ignore[attr-defined]
-
-
-def _tag_of(value: Any) -> Pairs | None:
-    return getattr(value, "_flopmeter_pairs", None) if isinstance(value, torch.Tensor) else None
-
-
-def _find_tag(args: tuple[Any, ...]) -> Pairs | None:
-    for value in args:
-        pairs = _find_tag(tuple(value)) if isinstance(value, list) else _tag_of(value)
-        if pairs is not None:
-            return pairs
-    return None
 
 
 def _first_of(out: Any) -> Any:

@@ -43,7 +43,8 @@ from flopmeter.flops.profiler_events import (
     was_aborted,
 )
 from flopmeter.flops.profiler_guard import Recording
-from flopmeter.flops.side_count import call_arguments, loss_of, untouched, unwrap
+from flopmeter.flops.shadow import untouched
+from flopmeter.flops.side_count import call_arguments, loss_of, unwrap
 from flopmeter.flops.tf32 import product_dtype, tf32_families
 
 UNSEEN_MASKS = (

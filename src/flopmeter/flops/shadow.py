@@ -6,27 +6,42 @@ offsets) stays real and small, so that such models run, and masks can be counted
 
 What comes out of an operator on shapes depends on shapes alone, so it is worked out once for each kind of call: the
 second of eighty equal layers costs a look-up per operator, a third of the time.
+
+The model's own Python runs, so whatever it leaves behind is put back (`untouched`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from flopmeter.errors import CountError
+from flopmeter.flops.patching import replace_attribute
+
 _META = torch.device("meta")
-_real_attention = F.scaled_dot_product_attention
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_torch_attention = F.scaled_dot_product_attention
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+"""Where torch has the operators that talk to other ranks."""
+_PLAIN = (torch.Tensor, nn.Parameter)
 _LOOK_UPS = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.embedding.default})
 _CONSTANTS = frozenset({torch.ops.aten.ones.default, torch.ops.aten.full.default})
 _INTEGRAL_FACTORIES = frozenset({"aten::arange", "aten::scalar_tensor", "aten::tensor"})
+
+
+class CollectiveError(CountError):
+    """The model talks to other ranks. They do not count with this one, and would wait, or take it for their own."""
 
 
 @contextmanager
@@ -35,13 +50,34 @@ def shadow() -> Iterator[None]:
 
     SDPA without values has no kernel and would fall apart into products and a real mask of length x length, so it is
     replaced by a fused operator meanwhile. (A function mode would not reach what checkpointing runs again in backward.)
+    A function that the user has put in its place is called as in training, and replaced only where it fails on shapes.
+
+    Raises:
+        CollectiveError: A collective was called. It has not reached its group.
     """
-    F.scaled_dot_product_attention = _fused_attention
+    theirs = F.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not query.is_meta:
+            return theirs(query, *args, **kwargs)
+        if theirs is not _torch_attention:
+            try:
+                return theirs(query, *args, **kwargs)
+            except CountError:
+                raise
+            except Exception:  # noqa: BLE001 - a kernel of the user's, which has nothing to read here
+                return _fused_attention(query, *args, **kwargs)
+        return _fused_attention(query, *args, **kwargs)
+
+    undo = replace_attribute(F, "scaled_dot_product_attention", attention)
+    mode = _ShadowMode()
     try:
-        with _ShadowMode():
+        with mode:
             yield
     finally:
-        F.scaled_dot_product_attention = _real_attention
+        undo()
+        if mode.collective:  # also where the model has caught the error, or made another one of it
+            raise CollectiveError(f"it calls {mode.collective}, and a count must not talk to other ranks")
 
 
 def _fused_attention(
@@ -54,8 +90,6 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if not query.is_meta:
-        return _real_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -86,12 +120,17 @@ class _ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.collective = ""
+        """The last collective that was called, which it should not have been."""
         self._results: dict[Any, Any] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in _COLLECTIVES:
+            self.collective = str(func)
+            raise CollectiveError(f"{func} was called while a model was counted on shapes")
         if func in _LOOK_UPS:
             args = (args[0], _look_up(args[0], args[1]), *args[2:])
         tensors: list[torch.Tensor] = []
@@ -208,3 +247,185 @@ def _makes_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return True
     numbers = [value for value in tree_iter(args) if isinstance(value, (int, float))]
     return dtype is None and func._schema.name in _INTEGRAL_FACTORIES and all(isinstance(n, int) for n in numbers)
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+_GLOBAL_HOOKS = tuple(name for name in vars(nn.modules.module) if name.startswith("_global_") and "hooks" in name)
+
+
+@contextmanager
+def untouched(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tensor] = _borrowed) -> Iterator[None]:
+    """Run the model's code, and leave no trace of that.
+
+    Attributes of all modules are as before: the same names, the same objects. Lists, dicts, sets and deques in them
+    hold what they held, however deep, and so do the attributes of other objects that a module holds. Tensors among all
+    these are lent out as copies: nothing is written into them, no gradient reaches them. Random state is as before, no
+    hook and no function mode of the user's is called, compiled modules run as they were written.
+
+    Left out are objects in other objects (but for modules), what has slots or C code in place of attributes, attributes
+    of classes, global variables, and whatever the code does to the world: files, clocks, sockets.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_without_function_modes())
+        for name in _GLOBAL_HOOKS:
+            hooks = getattr(nn.modules.module, name)
+            stack.callback(replace_attribute(nn.modules.module, name, type(hooks)()))
+        kept = _Kept(model, lend)
+        stack.callback(kept.put_back)
+        for module in model.modules():
+            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+                hooks = getattr(module, name)
+                needed = {key: hook for key, hook in hooks.items() if _is_part_of_model(hook)}
+                if len(needed) < len(hooks):
+                    setattr(module, name, type(hooks)(needed))
+        yield
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Take the user's function modes away for a while, not torch's own (`torch.set_default_device` is one).
+
+    Tensors that have a `__torch_function__` of their own keep it, wherever this is called from.
+    """
+    modes: list[Any] = []
+    while torch._C._len_torch_function_stack():
+        modes.append(torch._C._pop_torch_function_stack())
+    own = [mode for mode in modes if type(mode).__module__.startswith("torch.")]
+    for mode in reversed(own):
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        for _ in own:
+            torch._C._pop_torch_function_stack()
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+class _Kept:
+    """What a model's modules hold, to be put back; tensors among it are lent out as copies meanwhile.
+
+    Args:
+        lend: Makes the copy.
+    """
+
+    def __init__(self, model: nn.Module, lend: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._lend = lend
+        self._own = set(map(id, model.modules()))
+        self._places: list[tuple[Any, Any]] = []
+        """Each container, and `vars` of each object, with what it held."""
+        self._seen: set[int] = set()
+        self._copies: dict[int, torch.Tensor] = {}
+        try:
+            for module in model.modules():
+                self._keep_object(module)
+        except BaseException:
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Everything is as it was. Only what has changed is touched: other threads may be reading."""
+        for place, held in self._places:
+            if isinstance(place, dict):
+                _fill_dict(place, held)
+            elif isinstance(place, set):
+                set.intersection_update(place, held)
+                set.update(place, held)
+            elif not _is_same(place, held):
+                if isinstance(place, list):
+                    list.__setitem__(place, slice(None), held)
+                else:
+                    deque.clear(place)
+                    deque.extend(place, held)
+
+    def _keep_object(self, owner: Any) -> None:
+        own = vars(owner)
+        if id(owner) in self._own:  # whoever runs the model swaps its parameters and buffers
+            for place in (own.get("_parameters"), own.get("_buffers")):
+                if isinstance(place, dict):  # a scripted module's are something else
+                    self._seen.add(id(place))
+                    self._places.append((place, dict(place)))
+        self._keep(own, may_hold_objects=isinstance(owner, nn.Module))
+
+    def _keep(self, place: Any, *, may_hold_objects: bool = False) -> None:
+        if id(place) in self._seen:
+            return
+        self._seen.add(id(place))
+        held = dict(place) if isinstance(place, dict) else list(place)
+        self._places.append((place, held))
+        items: Iterable[tuple[Any, Any]] = held.items() if isinstance(held, dict) else enumerate(held)
+        for key, value in items:
+            if type(value) in _PLAIN:
+                if id(value) not in self._copies:
+                    self._copies[id(value)] = self._lend(value)
+                _set(place, key, self._copies[id(value)])
+            elif isinstance(value, (list, dict, deque, set)):
+                self._keep(value)
+            elif isinstance(value, tuple):  # it cannot change, but what it holds can
+                inside = list(value)
+                self._keep(inside)
+                if not _is_same(inside, value):
+                    _set(place, key, type(value)(*inside) if hasattr(value, "_fields") else tuple(inside))
+            elif isinstance(value, nn.Module):
+                if id(value) not in self._own:  # not registered, so nobody swaps its parameters
+                    self._keep_object(value)
+            elif may_hold_objects and _is_plain_object(value):
+                self._keep_object(value)
+
+
+_OF_OTHERS = frozenset({
+    "builtins", "functools", "flopmeter", "torch", "_thread", "threading", "queue", "_queue", "multiprocessing",
+    "asyncio", "_asyncio", "concurrent", "subprocess", "socket", "_socket", "logging", "io", "_io", "weakref",
+})  # fmt: skip
+_SHARED = _OF_OTHERS - {"builtins", "functools", "torch"}
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an object's attributes are the model's own: not where it is code, or where another thread may use it."""
+    own = getattr(value, "__dict__", None)
+    if type(own) is not dict or type(value).__module__.partition(".")[0] in _OF_OTHERS:
+        return False
+    kinds = {kind for item in (value, *own.values()) for kind in type(item).__mro__}
+    return not any(kind.__module__.partition(".")[0] in _SHARED for kind in kinds)
+
+
+def _is_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(item is other for item, other in zip(now, before, strict=True))
+
+
+def _set(place: Any, key: Any, value: Any) -> None:
+    """By the container's own kind: a subclass may do something else on top, or refuse. A set keeps its tensors."""
+    kinds: tuple[Any, ...] = (OrderedDict, dict, list, deque)
+    kind = next((kind for kind in kinds if isinstance(place, kind)), None)
+    if kind is not None:
+        kind.__setitem__(place, key, value)
+
+
+def _fill_dict(place: dict[Any, Any], held: dict[Any, Any]) -> None:
+    kind = OrderedDict if isinstance(place, OrderedDict) else dict
+    for key in [key for key in place if key not in held]:
+        kind.__delitem__(place, key)
+    if not _is_same(list(place), list(held)):  # some are gone, or have another order
+        kind.clear(place)
+    for key, value in held.items():
+        if key not in place or place[key] is not value:
+            kind.__setitem__(place, key, value)
+
+
+def _is_part_of_model(hook: Any) -> bool:
+    """Weight norm makes the weights in a hook, transformers gathers hidden states: the model needs them."""
+    home = str(getattr(hook, "__module__", type(hook).__module__))
+    return home.startswith(("torch.nn.utils", "transformers."))
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

@@ -5,15 +5,13 @@
 
 The model runs on shapes only (see `shadow`): no weight is read, copied or moved, and a 70B model needs no memory. A
 model that cannot run so (code that looks at values which depend on weights) is run for real on a small batch, and the
-result says so. Either way the model, its gradients, buffers, hooks and flags, and the random state are as before.
+result says so; never inside training, and never one that talks to other ranks. Either way the model, its gradients,
+buffers, attributes, hooks and flags, and the random state are as before (`untouched` says what is left out).
 """
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -28,7 +26,7 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Call, Observation
-from flopmeter.flops.shadow import shadow
+from flopmeter.flops.shadow import CollectiveError, shadow, untouched
 
 MAX_REAL_ELEMENTS = 1 << 14
 """A real run takes the whole batch up to this many tokens (or pixels / 256), else one sample, scaled."""
@@ -64,8 +62,15 @@ def count_call(
     kwargs: Mapping[str, Any],
     training: bool = True,
     convention: Convention = "exact",
+    *,
+    may_run: bool = True,
 ) -> FlopCount:
-    """`count_flops` for the call `model(*args, **kwargs)`."""
+    """`count_flops` for the call `model(*args, **kwargs)`.
+
+    Args:
+        may_run: Run the model for real where it cannot be counted on shapes. Inside training it must not: other ranks
+            do not run with this one, and the run takes memory and time.
+    """
     target, kwargs = unwrap(model), dict(kwargs)
     attempts: dict[str, Callable[[], FlopCount]] = {
         "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention),
@@ -73,14 +78,17 @@ def count_call(
         "meta, experts as batched products": lambda: _count_with_other_experts(
             target, args, kwargs, training, convention
         ),
-        "real": lambda: _count_for_real(target, args, kwargs, training, convention),
     }
+    if may_run:
+        attempts["real"] = lambda: _count_for_real(target, args, kwargs, training, convention)
     reasons: dict[str, str] = {}
     for method, attempt in attempts.items():
         try:
             count = attempt()
         except _NotApplicableError:
             continue
+        except CollectiveError as error:
+            raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {error}") from error
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything; the next way is tried
             reasons.setdefault(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", method)
             continue
@@ -100,8 +108,7 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
         if len(batch) == 2 and all(isinstance(size, int) and not isinstance(size, bool) for size in batch):
-            with untouched(model):  # a vision tower may be run, to ask how many tokens it makes
-                return (), build_inputs(model, batch[0], batch[1])
+            return (), build_inputs(model, batch[0], batch[1])
         return tuple(batch), {}
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
@@ -113,7 +120,7 @@ def _count_on_shapes(
 ) -> FlopCount:
     tensors = _shape_only_state(model)
     args, kwargs = tree_map_only(torch.Tensor, _lent, (args, kwargs))
-    with untouched(model), shadow():
+    with untouched(model, _lent), shadow():
         return _observed(model, tensors, args, kwargs, training, convention, autocast_to=_autocast_dtype())
 
 
@@ -245,41 +252,6 @@ def _shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, buffer in model.named_buffers():
         tensors[name] = buffer if buffer.is_meta else buffer.detach().to("cpu", copy=True)
     return tensors
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Random state as before, no hook of the user's called, compiled modules run as they were written."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))
-        stack.callback(random.setstate, random.getstate())
-        if numpy := sys.modules.get("numpy"):
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module in model.modules():
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                hooks = getattr(module, name)
-                kept = {key: hook for key, hook in hooks.items() if _is_part_of_model(hook)}
-                if len(kept) < len(hooks):
-                    stack.callback(_put_back, module, name, hooks)
-                    setattr(module, name, type(hooks)(kept))
-        yield
-
-
-def _put_back(module: nn.Module, name: str, hooks: dict[int, Any]) -> None:
-    """Transformers adds hooks of its own on the first call, and counts on them from then on."""
-    hooks.update({key: hook for key, hook in getattr(module, name).items() if key not in hooks})
-    setattr(module, name, hooks)
-
-
-def _is_part_of_model(hook: Any) -> bool:
-    """Weight norm makes the weights in a hook, transformers gathers hidden states: the model needs them."""
-    home = str(getattr(hook, "__module__", type(hook).__module__))
-    return home.startswith(("torch.nn.utils", "transformers."))
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 PRODUCTS = frozenset({"matmul", "grouped", "quantized", "sparse"})
 """Families whose operators surround each other: of such a nest the innermost is closest to what ran."""
-MATRIX_WORD = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|linear|lstm|gru|rnn|einsum")
+MATRIX_WORD = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|(bi|tri)?linear|lstm|gru|rnn|einsum")
 """A word in the name of an operator that probably does matrix work, whether or not it has a formula."""
 _SOLVER = re.compile(
     r"aten::_?(linalg_(?!cross|diagonal|norm|vector_norm|check_errors)\w+|cholesky\w*|geqrf|lobpcg|lu_(solve|unpack)"
