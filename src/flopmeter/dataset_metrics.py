@@ -146,7 +146,8 @@ class DatasetMetrics:
             predictions: Class or token ids; they take precedence over `logits`.
         """
         try:
-            self._take_in(dataset_names, loss, logits, labels, predictions)
+            with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+                self._take_in(dataset_names, loss, logits, labels, predictions)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop a training run; the reason is logged)
             self.num_dropped += 1
             if self.num_dropped == 1:
@@ -159,8 +160,9 @@ class DatasetMetrics:
             return None
         sums = None
         if self._sums is not None and not self._is_empty:
-            sums = self._sums[:, : len(self._ids)].clone()
-            self._sums.zero_()
+            with torch._C.DisableTorchFunction():
+                sums = self._sums[:, : len(self._ids)].clone()
+                self._sums.zero_()
             self._is_empty = True
         return Taken(samples=dict(self._samples), names=tuple(self._ids), sums=sums)
 

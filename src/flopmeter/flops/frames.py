@@ -96,6 +96,8 @@ class FrameTracker:
         """One per call of a root outside of any other module."""
         self.needed: list[Frame] = []
         """Frames of modules whose weight matrix tells what they need."""
+        self.has_told = False
+        """Whether an input that cannot be read was told of."""
         self.on_batch: Callable[[], None] | None = None
         """Told of each such call before anything runs in it."""
 
@@ -199,11 +201,13 @@ class _EnterHook(OwnHook):
         tracker = self.tracker
         outer = tracker.around()
         try:
-            frame = self._frame(module, args, kwargs, outer)
+            with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+                frame = self._frame(module, args, kwargs, outer)
         except Exception as error:  # noqa: BLE001 - an input of an unusual kind must not stop the forward pass
-            logger.warning(
-                "what %s is called with cannot be read: %s: %s", self.path or "the model", type(error).__name__, error
-            )
+            if not tracker.has_told:
+                tracker.has_told = True
+                where = self.path or "the model"
+                logger.warning("what %s is called with cannot be read: %s: %s", where, type(error).__name__, error)
             frame = outer
         tracker.push(frame)
 

@@ -298,12 +298,17 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if types and any(t.__name__ in _OPAQUE for t in types):
             return NotImplemented
-        out = func(*args, **kwargs)
+        if torch._C._is_torch_function_mode_enabled():  # where C++ calls the operator: the mode would see it from here
+            with torch._C.DisableTorchFunction():
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         if self.is_quiet or os.getpid() != self._pid or _is_graph_made():
             return out  # in a data loader's worker, forked during the step
         # DTensor's sharding propagation tries operators on fake tensors: no work is done there.
         if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
-            self._take(func, args, kwargs, out)
+            with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+                self._take(func, args, kwargs, out)
         return out
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch._C import DisableTorchFunction
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
@@ -66,9 +67,21 @@ def harmless(method: _Method) -> _Method:
     return cast(_Method, guarded)
 
 
+def unnoticed(method: _Method) -> _Method:
+    """A function mode of the user's, and tensor classes of theirs, see none of the calls in it."""
+
+    @wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        with DisableTorchFunction():
+            method(*args, **kwargs)
+
+    return cast(_Method, guarded)
+
+
 class Lifetime:
     """From the settings to the record's last line. After the first step no failure of it stops the training."""
 
+    @unnoticed
     def __init__(
         self,
         output_dir: str | PathLike[str],
@@ -122,6 +135,7 @@ class Lifetime:
         """Steps measured so far."""
         return self._steps.num_steps
 
+    @unnoticed
     def set_model_ref(self, model: nn.Module, *others: nn.Module) -> None:
         """Name the object that the loop calls, or all of them: forward passes are marked, steps measured."""
         if model is self._model:
@@ -142,6 +156,7 @@ class Lifetime:
         if self._state == "running":
             self._follow_model()
 
+    @unnoticed
     def start_training(self, after_step: int = 0) -> None:
         """Write the header and start the clock. `log_step` does it by itself when it was forgotten.
 
@@ -262,6 +277,7 @@ class Lifetime:
 
         return sample
 
+    @unnoticed
     def _close(self) -> None:
         """End everything, each part for itself: whatever fails, the hooks are gone and the record is on disk."""
         parts = (

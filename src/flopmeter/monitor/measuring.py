@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler as torch_profiler
 
 from flopmeter.config import MonitorConfig
 from flopmeter.devices import Peak, normalise_dtype, peak_flops
@@ -21,6 +23,7 @@ from flopmeter.flops.estimate import plan_of
 from flopmeter.flops.facts import facts_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
+from flopmeter.flops.patching import replace_attribute
 from flopmeter.flops.prediction import Predictor
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.training_state import training_state
@@ -65,6 +68,7 @@ class FlopSource:
         self._settings = config.monitoring
         self._event = event
         self._measurement: ObservedStep | ProfiledStep | None = None
+        self._undo: Callable[[], None] = _nothing
         self._counters = self._open_counters()
         self._device, self._devices = device_of(self._model), devices_of(self._model)
         self._looked_up: set[tuple[torch.device, str]] = set()
@@ -157,11 +161,36 @@ class FlopSource:
         measurement = ProfiledStep(self._device) if self.mode == "profiler" else ObservedStep(self._roots)
         measurement.start()
         self._measurement = measurement
+        if isinstance(measurement, ObservedStep):
+            self._make_way()
+
+    def _make_way(self) -> None:
+        """A profiler of the user's that starts within the observed step would record what observing does.
+
+        The observation is thrown away, at once where the profiler starts on the training thread, which is the one whose
+        operators it records; and a later step is observed.
+        """
+        original: Callable[[], None] | None = getattr(torch_profiler, "_run_on_profiler_start", None)
+        thread = get_ident()
+        if original is None:
+            return
+
+        def run_on_profiler_start() -> None:
+            if get_ident() == thread:
+                try:
+                    self.stop()
+                except Exception as error:  # noqa: BLE001 - the user's profiler must start
+                    self.give_up(error)
+            original()
+
+        self._undo = replace_attribute(torch_profiler, "_run_on_profiler_start", run_on_profiler_start)
 
     def _blocker(self) -> str | None:
         """Why this step must not be measured, or None."""
         if self.mode == "profiler":
             return profiler_guard.blocker()
+        if getattr(torch_profiler, "_is_profiler_enabled", False) or torch._C._autograd._profiler_enabled():
+            return "a profiler of the training code is running, which would record what observing does"
         if torch._C._len_torch_dispatch_stack():
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
@@ -172,9 +201,9 @@ class FlopSource:
         Args:
             seen: Gives what the step was given, and may wait for it: it is asked last.
         """
-        measurement, self._measurement = self._measurement, None
+        measurement = self._measurement
         assert measurement is not None
-        measurement.stop()
+        self.stop()
         count = measurement.result(self._settings.convention)
         workload = resolve(seen())
         # A count of nothing is not used: nothing was trained in the step, or where it was we could not see.
@@ -268,6 +297,8 @@ class FlopSource:
         """The running step is measured no further. Safe to call when none is."""
         measurement, self._measurement = self._measurement, None
         if measurement is not None:
+            self._undo()
+            self._undo = _nothing
             measurement.stop()
 
     def close(self) -> None:
@@ -361,6 +392,10 @@ class FlopSource:
         total = peak.flop_per_s + sum(peak_flops(device, dtype).flop_per_s for device in others)
         note = f"Of {len(others) + 1} devices together. {peak.note}"
         return replace(peak, flop_per_s=total, note=note.rstrip())
+
+
+def _nothing() -> None:
+    """What there is to undo where nothing was done."""
 
 
 def _plain(value: Any) -> Any:

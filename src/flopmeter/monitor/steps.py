@@ -91,7 +91,8 @@ class Steps:
             if tracker.wait_cpu_share is not None:
                 record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
             if index >= self.next_look or index >= self._sampling_plan.next_step:
-                self._look(record, index)
+                with torch._C.DisableTorchFunction():  # a function mode of the user's sees none of our calls
+                    self._look(record, index)
             if self.copies.arrival is not None:
                 record.arrival, self.copies.arrival, record.has_copies = self.copies.arrival, None, True
             if self._values:  # a loop that speaks again before the next forward pass means this step, too

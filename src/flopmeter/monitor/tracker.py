@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
+from torch._C import DisableTorchFunction
+
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.measuring import FlopSource
@@ -152,9 +154,10 @@ class StepTracker:
         if not self._has_begun:
             self._begin_step()
         try:
-            self._on_start()
-            if self.source is not None:
-                self.source.note_autocast()
+            with DisableTorchFunction():  # a function mode of the user's sees none of our calls
+                self._on_start()
+                if self.source is not None:
+                    self.source.note_autocast()
         except Exception as error:  # noqa: BLE001 - a run that cannot begin must not stop the forward pass
             self._on_failure("the start of the run", error)
 
@@ -234,7 +237,8 @@ class StepTracker:
         if self.device_time is not None:
             self.device_time.mark("backward")
         if self.blocking is not None:
-            self.blocking.on_backward(roots)
+            with DisableTorchFunction():
+                self.blocking.on_backward(roots)
 
     def on_backward_end(self) -> None:
         if self.num_pauses:

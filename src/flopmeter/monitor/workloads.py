@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from msgspec import Struct
 from torch import nn
+from torch._C import DisableTorchFunction
 
 from flopmeter.flops.arguments import PADDING_MASKS, CallNames, can_vary, flatten
 from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload, real_tokens
@@ -19,6 +20,8 @@ _VALUES_MATTER = (
     "video_grid_thw", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
 )  # fmt: skip
 _BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
+_has_function_mode = torch._C._is_torch_function_mode_enabled
+"""Asked first, because it is cheap: `DisableTorchFunction` hides our reads from the user's modes and tensor classes."""
 MAX_SHAPES = 512
 FEW = 256
 """Numbers that Python adds up in about the time that it takes to hand them to numpy."""
@@ -38,9 +41,10 @@ class Lengths(Struct, frozen=True, gc=False):
 
     def resolve(self) -> Workload | None:
         """Read it; None when the mask is no longer the one that was seen."""
-        lengths = _sums(self.tensor)
-        if self.tensor._version != self.version:
-            return None
+        with DisableTorchFunction():
+            lengths = _sums(self.tensor)
+            if self.tensor._version != self.version:
+                return None
         key = (self.padded_to, *lengths)
         found = self.known.get(key)
         if found is None:
@@ -121,20 +125,20 @@ class WorkloadReader:
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A micro-batch goes into the model."""
-        if not args:
-            self._seen.append(self._read(kwargs))
-        elif kwargs or len(args) > 1 or not isinstance(first := args[0], torch.Tensor):
-            self._seen.append(self._read(self._names.bind(args, kwargs)))
-        else:
+        if len(args) == 1 and not kwargs and type(first := args[0]) is torch.Tensor and not _has_function_mode():
             known = self._by_first.get((first.shape, first.dtype), _NEW)
-            self._seen.append(known if known is not _NEW else self._read_first(first))
+            if known is not _NEW:
+                self._seen.append(known)
+                return
+        with DisableTorchFunction():
+            self._seen.append(self._read(self._names.bind(args, kwargs) if args else kwargs))
+            if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+                self._note_first(args[0], self._seen[-1])
 
-    def _read_first(self, first: torch.Tensor) -> Seen:
+    def _note_first(self, first: torch.Tensor, seen: Seen) -> None:
         """A call with one tensor, which most are: its shape tells, once it was seen."""
-        seen = self._read(self._names.bind((first,), {}))
         if isinstance(seen, Workload) and len(self._by_first) < MAX_SHAPES:
             self._by_first[first.shape, first.dtype] = seen
-        return seen
 
     def _read(self, named: Mapping[str, Any]) -> Seen:
         names = tuple(named)
@@ -189,7 +193,8 @@ class WorkloadReader:
 
     def with_mask(self, seen: Sequence[Seen], mask: torch.Tensor) -> Sequence[Seen]:
         """What was seen of a step whose mask is told apart; with several micro-batches it is nobody's."""
-        return (self._lengths(mask, mask.shape[1]),) if mask.dim() == 2 and len(seen) <= 1 else seen
+        with DisableTorchFunction():
+            return (self._lengths(mask, mask.shape[1]),) if mask.dim() == 2 and len(seen) <= 1 else seen
 
     def _lengths(self, mask: torch.Tensor, padded_to: int) -> Lengths:
         # Memory shared with numpy cannot be resized. What is written there later changes no version: it is summed now.
@@ -214,7 +219,8 @@ def resolve(seen: Sequence[Seen]) -> Workload | None:
         elif isinstance(item, Lengths):
             known = item.resolve()
         else:
-            known = item.resolve({name: float(value) for name, value in item.unread.items()})
+            with DisableTorchFunction():
+                known = item.resolve({name: float(value) for name, value in item.unread.items()})
         if known is None:
             return None
         total = known if total is None else total + known

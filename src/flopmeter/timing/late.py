@@ -40,10 +40,15 @@ class LateNumbers:
         """Copy a number, whether it is a float or a tensor of one element on any device, without waiting for it."""
         if not isinstance(value, torch.Tensor):
             return float(value)
+        with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+            return self._take(value)
+
+    def _take(self, value: torch.Tensor) -> float | LateNumber:
         if type(value) is not torch.Tensor and hasattr(value, "placements"):
-            value = self._local(value)
-            if value is None:
+            local = self._local(value)
+            if local is None:
                 return math.nan
+            value = local
         if value.is_cpu:
             number: float = value.item()  # nothing to wait for
             return number

@@ -22,7 +22,7 @@ from flopmeter.errors import CountError
 from flopmeter.flops.estimate import estimate_flops
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.profiled import profile_flops
-from flopmeter.flops.side_count import count_flops, unwrap
+from flopmeter.flops.side_count import count_call, unwrap
 from flopmeter.monitor import TrainingMonitor
 
 __all__ = [
@@ -133,7 +133,10 @@ _counted: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], float]] = Weak
 
 
 def _smart_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
-    """Counted once for each shape and each state of freezing, then remembered as long as the model lives."""
+    """Counted once for each shape and each state of freezing, then remembered as long as the model lives.
+
+    It is called inside training, so the model is never run for real: one that shapes do not tell of is estimated.
+    """
     num_trainable = sum(parameter.requires_grad for parameter in model.parameters())
     shape, counted = (num_trainable, batch_size, seq_length), _counted.setdefault(model, {})
     alike = [known for known in counted if known[0] == num_trainable]
@@ -142,7 +145,12 @@ def _smart_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
         correction = counted[nearest] / _estimated_flop(model, *nearest[1:])
         return correction * _estimated_flop(model, batch_size, seq_length)
     if shape not in counted:
-        counted[shape] = count_flops(model, _inputs(model, batch_size, seq_length)).model_flop
+        try:
+            inputs = _inputs(model, batch_size, seq_length)
+            counted[shape] = count_call(model, (), inputs, may_run=False).model_flop
+        except CountError as error:
+            logger.warning("the FLOPs are estimated instead: %s", error)
+            counted[shape] = _estimated_flop(model, batch_size, seq_length)
     return counted[shape]
 
 
