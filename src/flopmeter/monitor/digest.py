@@ -223,6 +223,8 @@ class Digest:
     def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
         predicted = self.source.predict(workload, item.index) if self.source is not None and workload else None
+        if not item.seen and self.source is not None:
+            predicted = self.source.unseen(item.index)
         if workload == Workload() and not (self.source is not None and self.source.has_count):
             predicted = None  # the model was given nothing: only a count can tell what it does with that
         return Step(

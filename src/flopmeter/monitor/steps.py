@@ -82,7 +82,10 @@ class Steps:
                 return
             if tracker.is_evaluating:
                 tracker.end_evaluation()
-            tracker.has_forward = False  # the next one belongs to another step
+            if tracker.has_failed:
+                tracker.has_failed = False
+                self.discard_measurement()
+            tracker.end_step(self.model)
             if self._ended is not None:
                 self._settle(self._ended)
             seen = () if tracker.workloads is None else tracker.workloads.take()
@@ -115,7 +118,7 @@ class Steps:
         of a micro-batch, is replaced by what it says of the same step later.
         """
         record = self._ended
-        if record is not None and not self._tracker.has_forward:
+        if record is not None and not (self._tracker.has_forward or self._tracker.has_backward):
             if record.values:
                 give_back(record.values)
             record.values = values
@@ -135,7 +138,7 @@ class Steps:
         workloads, record = self._tracker.workloads, self._ended
         if workloads is None:
             return
-        if record is None or self._tracker.has_forward:
+        if record is None or self._tracker.has_forward or self._tracker.has_backward:
             workloads.see_mask(mask)
             return
         record.seen = workloads.with_mask(record.seen, mask)
@@ -163,7 +166,7 @@ class Steps:
 
     def _end_capture(self, now_ns: int) -> None:
         """The loop went through a step that did not run: it was captured into a graph."""
-        self._tracker.has_forward = False
+        self._tracker.end_step(None)
         marks = self._clock.take(now_ns)
         self._effort.end_capture(self._tracker.source, self.num_steps, (marks[-1] - marks[0]) / 1e9)
 
