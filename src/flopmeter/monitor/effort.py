@@ -26,8 +26,8 @@ without them nothing can be learnt from the step."""
 MAX_IN_VAIN = 3
 """Measurements in a row that give way to a pause: a loop that has one in every step is measured with it."""
 WATCH_SHARE = 0.04
-"""Of the overhead budget, for looking at the model: 0.2 ms once a second for 500 modules; larger ones are looked at more
-seldom, smaller ones more often."""
+"""Of the overhead budget, for looking at the model: 0.2 ms once a second for 500 modules. Larger ones are looked at
+more seldom, smaller ones more often."""
 
 
 class Effort:
