@@ -14,6 +14,9 @@ from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, OTHER
 CLOCK = (0, DATA_WAIT, 10_000_000, FORWARD, 50_000_000, BACKWARD, 90_000_000, OPTIMIZER, 100_000_000)
 
 
+NUMBERS = {"loss": 2.0, "lr": 0.1, "epoch": 0, "grad_norm": 1.5}
+
+
 def deliveries(num_steps: int, config: dict[str, Any] | None = None, **values: Any) -> list[Delivery]:
     digest = Digest(MonitorConfig.load(config), overhead=lambda: 0.001)
     records = [
@@ -21,7 +24,7 @@ def deliveries(num_steps: int, config: dict[str, Any] | None = None, **values: A
             index=index,
             time_s=1000.0 + index * 0.1,
             clock=CLOCK,
-            values={"step": index + 1, "loss": 2.0, "lr": 0.1, "epoch": 0, "grad_norm": 1.5, **values},
+            values={"step": index + 1, **{f"training/{name}": value for name, value in NUMBERS.items()}, **values},
             marks=("warmup",) if index < 3 else (),
         )
         for index in range(num_steps)

@@ -114,7 +114,7 @@ def test_tracing_is_no_forward_pass() -> None:
         def on_forward(self, args: Any, kwargs: Any) -> None:
             calls.append("forward")
 
-        def on_forward_end(self) -> None:
+        def on_forward_end(self, exception: int) -> None:
             calls.append("end")
 
         def on_evaluation(self, *, is_training: bool) -> None:

@@ -76,7 +76,7 @@ def changes(run: Run) -> int:
 
 @pytest.fixture(autouse=True)
 def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effort, "WATCH_S", 0.0)
+    monkeypatch.setattr(effort, "WATCH_SHARE", 1e9)
     monkeypatch.setattr(Schedule, "_fits", lambda *_: True)
 
 
@@ -106,7 +106,6 @@ def test_estimates_follow_as_well(tmp_path: Path) -> None:
 def test_a_change_that_only_the_measured_step_shows_is_counted_for_the_model_as_it_is_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effort, "WATCH_S", 1e9)
     monkeypatch.setattr(effort, "WATCH_SHARE", 1e-15)
     run = train(tmp_path, freeze_until(4))  # the fourth step is the first to be measured
     assert list(run.column("perf/model_flop")) == [FROZEN] * 3 + [TRAINED] * (NUM_STEPS - 3)

@@ -226,6 +226,7 @@ def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hybrid:
 def test_counters_are_read_in_the_background_while_training_goes_on(tmp_path: Path, hybrid: Hybrid) -> None:
     counters, model = SlowCounters(), make_model()
     with hybrid(counters, model) as monitor:
+        monitor._start()
         assert counters.is_asked.wait(10)
         train(monitor, model=model)
         assert not counters.has_answered.is_set()
@@ -244,6 +245,7 @@ def test_counters_that_raise_are_switched_off_with_one_warning(
 ) -> None:
     counters, model = SlowCounters(OSError("the driver is gone")), make_model()
     with hybrid(counters, model) as monitor:
+        monitor._start()
         assert counters.is_asked.wait(10)
         counters.may_answer.set()
         monitor.latest(wait_s=10.0)  # the output thread is through with them

@@ -48,7 +48,7 @@ class Loop:
             self.tracker.on_optimizer()
             self.tracker.on_optimizer_end()
             if values:
-                self.steps.tell({"loss": None, "grad_norm": None, **values})
+                self.steps.tell({**values})
 
 
 def test_the_first_steps_are_marked_as_warm_up() -> None:
@@ -72,7 +72,7 @@ def test_a_step_waits_for_what_the_loop_says_of_it_until_the_next_one_ends() -> 
     loop = Loop()
     loop.train(1)
     assert loop.records == []
-    loop.steps.tell({"step": 1, "loss": None, "grad_norm": None})
+    loop.steps.tell({"step": 1})
     assert [record.values["step"] for record in loop.records] == [1]
     loop.train(2)
     assert [record.values for record in loop.records[1:]] == [NOTHING]
@@ -80,7 +80,7 @@ def test_a_step_waits_for_what_the_loop_says_of_it_until_the_next_one_ends() -> 
 
 def test_what_is_said_before_the_optimizer_steps_belongs_to_the_running_step() -> None:
     loop = Loop()
-    loop.steps.tell({"step": 1, "loss": None, "grad_norm": None})
+    loop.steps.tell({"step": 1})
     loop.train(1)
     loop.steps.flush()
     assert [record.values["step"] for record in loop.records] == [1]
@@ -97,7 +97,7 @@ class Script(Loop):
                 self.tracker.on_optimizer()
                 self.tracker.on_optimizer_end()
             else:
-                self.steps.tell({"step": int(word), "loss": None, "grad_norm": None})
+                self.steps.tell({"step": int(word)})
         self.steps.flush()
         assert [record.index for record in self.records] == list(range(len(self.records)))
         return [record.values.get("step") for record in self.records]
@@ -256,7 +256,7 @@ def test_what_is_said_before_a_pass_without_gradients_is_still_of_the_running_st
 ) -> None:
     loop = Timed(monkeypatch)
     loop.do("fbs f")
-    loop.steps.tell({"step": 2, "loss": None, "grad_norm": None})
+    loop.steps.tell({"step": 2})
     loop.run("nbs")
     assert [record.values.get("step") for record in loop.records] == [None, 2]
 
@@ -277,9 +277,9 @@ def test_what_is_replaced_gives_its_slot_back() -> None:
     numbers = [LateNumber(torch.tensor(float(value)), None, free) for value in range(6)]
     for loss in numbers:
         loop.tracker.on_forward((), {})
-        loop.steps.tell({"step": 1, "loss": loss, "grad_norm": None})
+        loop.steps.tell({"step": 1, "loss": loss})
     loop.tracker.on_optimizer_end()
-    loop.steps.tell({"step": 1, "loss": 6.0, "grad_norm": None})
+    loop.steps.tell({"step": 1, "loss": 6.0})
     assert [record.values["loss"] for record in loop.records] == [6.0]
     assert [slot.item() for slot, _ in free] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -298,6 +298,7 @@ def test_steps_that_wait_for_the_background_are_out_of_the_garbage_collectors_si
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     records: list[StepRecord] = []
     with watch(model, optimizer, output_dir=tmp_path) as monitor:
+        monitor._start()
         monitor._steps.put = records.append
         for step in range(1, 21):
             loss = model(input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -405,7 +406,7 @@ def test_the_last_numbers_are_waited_for_as_long_as_steps_take(
     monkeypatch.setattr("flopmeter.monitor.steps.sleep", clock.work)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     loop = Loop()
-    values = {"step": 1, "loss": LateNumber(torch.zeros(()), Event(), []), "grad_norm": None}
+    values = {"step": 1, "loss": LateNumber(torch.zeros(()), Event(), [])}
     loop.steps._pending.append(StepRecord(0, 0.0, (0, FORWARD, round(step_s * 1e9)), values=values))
     loop.steps.flush()
     assert clock.now_s == pytest.approx(waits_s, abs=0.01)

@@ -260,8 +260,11 @@ def _check(
     if answers is None or labels is None:
         answers = labels = None
     num_samples = _num_samples(loss, labels) if isinstance(names, str) else len(names)
-    if not isinstance(loss, (torch.Tensor, float, int)):
-        raise FlopmeterError(f"a loss is a tensor or a number, not {type(loss).__name__}")
+    if not isinstance(loss, torch.Tensor):
+        try:
+            loss = float(loss)
+        except (TypeError, ValueError):
+            raise FlopmeterError(f"a loss is a tensor or a number, not {type(loss).__name__}") from None
     if isinstance(loss, torch.Tensor) and loss.numel() != 1 and loss.shape != (num_samples,):
         raise FlopmeterError(f"{num_samples} samples are named and the loss has the shape {tuple(loss.shape)}")
     if answers is not None and labels is not None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns
@@ -59,7 +58,7 @@ class Blocking:
         self._computed_ns: int | None = None
         self._at_computed_ns = 0
         self._has_missed_one = False
-        self._hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict([(0, self._queue)])
+        self._handle: Any = None
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -90,19 +89,19 @@ class Blocking:
             self._has_missed_one = self._is_ddp
             return
         root = roots[0] if isinstance(roots, (tuple, list)) and roots else roots
-        if not isinstance(root, torch.Tensor) or root.grad_fn is None or root._backward_hooks is self._hooks:
-            return
         try:
-            if root._backward_hooks is None:  # what `register_hook` does, without its handle: a fifth of the time
-                root._backward_hooks = self._hooks
-                root.grad_fn._register_hook_dict(root)
-            else:
-                root.register_hook(self._queue)  # type: ignore[no-untyped-call]
+            with torch._C.DisableTorchFunction():  # a mode of the user's sees nothing of ours
+                if isinstance(root, torch.Tensor) and root.grad_fn is not None:
+                    # Each loss has hooks of its own: what the user adds to one must not run on another.
+                    self._handle = root.register_hook(self._queue)  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 - from here it would end the user's backward pass
             self._give_up(error)
 
     def on_backward_end(self) -> None:
-        """It is over: what passed since its work was done was waiting for gradients."""
+        """It is over: what passed since its work was done was waiting for gradients. The loss is as it was."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
         if self._computed_ns is not None:
             waited_ns = perf_counter_ns() - self._computed_ns
             # In place of, not on top of, waits that were seen meanwhile.

@@ -129,7 +129,7 @@ class _Probe:
         if threading.get_ident() == self._thread:  # replicas of DataParallel carry our hooks with them
             self._calls.enter(self.module)
 
-    def on_forward_end(self) -> None:
+    def on_forward_end(self, exception: int) -> None:
         if threading.get_ident() == self._thread:
             self._calls.leave(self.module)
 

@@ -20,7 +20,7 @@ from flopmeter.monitor.ranks import rank_step, scaled
 from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import PHASES, StepMark
 from flopmeter.timing import BACKWARD, StepTime, split
-from flopmeter.timing.late import Arrival, HostCopies, LateNumber
+from flopmeter.timing.late import Arrival, HostCopies, is_ready, read, without_late
 
 if TYPE_CHECKING:
     from flopmeter.distributed import Ranks
@@ -53,7 +53,7 @@ class StepRecord(Struct, gc=False):
     marks: tuple[StepMark, ...] = ()
     """Why it does not represent the run."""
     values: Mapping[str, Any] = NOTHING
-    """What `log_step` was told."""
+    """What `log_step` was told, by metric; beside that `step` and `skip_wandb`."""
     blocked_ns: Sequence[int] | None = None
     """Time blocked in collectives, by phase; None where there are none or the host cannot tell."""
     datasets: Taken | None = None
@@ -74,22 +74,14 @@ class StepRecord(Struct, gc=False):
             if arrival.is_lost:
                 self._forget_copies()
             self.arrival = None
-        values = self.values
-        if not values:
-            return True
-        loss, grad_norm = values["loss"], values["grad_norm"]
-        return (type(loss) is not LateNumber or loss.is_ready()) and (
-            type(grad_norm) is not LateNumber or grad_norm.is_ready()
-        )
+        return is_ready(self.values)
 
     def forget_late(self) -> None:
         """What is still on its way is unknown for good."""
         if self.arrival is not None:
             self._forget_copies()
             self.arrival = None
-        late = {name for name, value in self.values.items() if type(value) is LateNumber and not value.is_ready()}
-        if late:
-            self.values = {name: math.nan if name in late else value for name, value in self.values.items()}
+        self.values = without_late(self.values)
 
     def _forget_copies(self) -> None:
         if not all(isinstance(item, Workload) for item in self.seen):
@@ -113,6 +105,17 @@ class Log(NamedTuple):
     """What the sinks get of it."""
     step: int | None = None
     """None: the last step before it in the queue."""
+
+    def is_ready(self) -> bool:
+        """Whether the device has caught up with its numbers."""
+        return is_ready(self.line) and is_ready(self.line.get("metrics") or NOTHING)
+
+    def without_late(self) -> Log:
+        """The same, with what is still on its way unknown for good."""
+        line = without_late(self.line)
+        if "metrics" in line:
+            line["metrics"] = without_late(line["metrics"])
+        return Log(line, None if self.metrics is None else without_late(self.metrics), self.step)
 
 
 class Delivery(NamedTuple):
@@ -180,12 +183,15 @@ class Digest:
     def _placed(self, item: Log) -> Delivery:
         """What happened between steps, under the loop's own numbers: those of a resumed run do not begin at 1."""
         step = self.last_step if item.step is None else item.step
-        line = dict(item.line)
+        line = read(item.line)
+        if line.get("metrics"):
+            line["metrics"] = read(line["metrics"])
+        metrics = None if item.metrics is None else read(item.metrics)
         if "step" in line:
             line["step"] = step
         if "after_step" in line:
             line["after_step"] += self._num_before
-        return Delivery(line, step, item.metrics, item.metrics)
+        return Delivery(line, step, metrics, metrics)
 
     def latest(self) -> dict[str, float]:
         """The aggregate since the last call, from any thread; at most of the last `MAX_UNASKED` steps."""
@@ -223,6 +229,8 @@ class Digest:
     def _step(self, item: StepRecord, time_: StepTime) -> Step:
         workload = resolve(item.seen)
         predicted = self.source.predict(workload, item.index) if self.source is not None and workload else None
+        if not item.seen and self.source is not None:
+            predicted = self.source.unseen(item.index)
         if workload == Workload() and not (self.source is not None and self.source.has_count):
             predicted = None  # the model was given nothing: only a count can tell what it does with that
         return Step(
@@ -238,20 +246,13 @@ class Digest:
         )
 
     def _own_metrics(self, item: StepRecord, step_s: float) -> dict[str, float]:
-        values = item.values
-        self.last_step = values["step"] if "step" in values else self.last_step + 1
+        values = read(item.values)
+        step = values.pop("step", None)
+        is_known = step is not None and math.isfinite(step)  # it may have been lost with its device
+        self.last_step = round(step) if is_known else self.last_step + 1
         self._num_before = self.last_step - item.index - 1
-        metrics: dict[str, float] = {"global_step": self.last_step}
-        for key, name in (("training/epoch", "epoch"), ("training/lr", "lr")):
-            if values.get(name) is not None:
-                metrics[key] = values[name]
-        for key, name in (("training/loss", "loss"), ("training/grad_norm", "grad_norm")):
-            value = values.get(name)
-            if value is not None:
-                metrics[key] = value.read() if isinstance(value, LateNumber) else value
-        extra = values.get("extra")
-        if extra:
-            metrics |= {key: float(value) for key, value in extra.items() if isinstance(value, (int, float))}
+        values.pop("skip_wandb", None)
+        metrics: dict[str, float] = {**values, "global_step": self.last_step}
         if item.index % _OVERHEAD_EVERY == 0:
             self._overhead_share = self._overhead()
         metrics["perf/overhead_share"] = self._overhead_share

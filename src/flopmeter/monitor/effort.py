@@ -25,9 +25,9 @@ COPIES_S = 10.0
 without them nothing can be learnt from the step."""
 MAX_IN_VAIN = 3
 """Measurements in a row that give way to a pause: a loop that has one in every step is measured with it."""
-WATCH_S, WATCH_SHARE = 1.0, 2e-4
-"""The model is looked at once a second: that takes 0.2 ms for 500 modules. Smaller ones, at the same share of the time,
-are looked at more often."""
+WATCH_SHARE = 0.04
+"""Of the overhead budget, for looking at the model: 0.2 ms once a second for 500 modules. Larger ones are looked at
+more seldom, smaller ones more often."""
 
 
 class Effort:
@@ -101,7 +101,8 @@ class Effort:
         if now_s - since_s >= self._watch_s or source.is_measuring:
             is_changed = source.is_changed()
             self._watched = now_s, num_steps
-            self._watch_s = min(WATCH_S, (time.monotonic() - now_s) / WATCH_SHARE)
+            share = WATCH_SHARE * self._config.monitoring.overhead_budget
+            self._watch_s = (time.monotonic() - now_s) / share
             if is_changed:
                 self._take_change(source, num_steps)
         step_s = (now_s - max(since_s, self._started_s)) / max(1, num_steps - before)
@@ -196,6 +197,6 @@ class Effort:
 
 
 def _seen_in(record: StepRecord) -> Sequence[Seen]:
-    """What the step was given, once that has come from the device; nothing when it does not."""
+    """What the step was given, once that has come from the device; unknown when it does not."""
     has_come = record.arrival is None or record.arrival.comes_within(COPIES_S)
-    return record.seen if has_come else ()
+    return record.seen if has_come else (None,)

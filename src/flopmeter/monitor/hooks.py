@@ -7,6 +7,7 @@ travel when the model is copied or saved; and all of it is taken away again on c
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
@@ -42,7 +43,7 @@ class ForwardListener(Protocol):
     """Whoever wants to know of forward passes. Methods must not raise."""
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
-    def on_forward_end(self) -> None: ...
+    def on_forward_end(self, exception: int) -> None: ...
     def on_evaluation(self, *, is_training: bool) -> None: ...
     def on_evaluation_end(self) -> None: ...
 
@@ -59,7 +60,7 @@ class Listener(ForwardListener, WaitListener, Protocol):
     """Whoever wants to know. Methods are called on the training thread and must not raise."""
 
     def on_backward(self, roots: Any) -> None: ...
-    def on_backward_end(self) -> None: ...
+    def on_backward_end(self, *, has_failed: bool) -> None: ...
     def on_optimizer(self) -> None: ...
     def on_optimizer_end(self) -> None: ...
     def on_optimizer_in_backward(self) -> None: ...
@@ -125,7 +126,7 @@ class Hooks:
 def attach_forward(model: nn.Module, listener: ForwardListener) -> Callable[[], None]:
     """Mark the forward passes of one module; gives what takes the hooks away again."""
     before = model.register_forward_pre_hook(_ForwardHook(listener), with_kwargs=True, prepend=True)
-    after = model.register_forward_hook(_ForwardEndHook(listener))
+    after = model.register_forward_hook(_ForwardEndHook(listener), always_call=True)
     show = hide_hooks(model)
 
     def undo() -> None:
@@ -146,6 +147,14 @@ def follow_optimizer(optimizer: Optimizer, listener: Listener, on_end: Callable[
         after.remove()
 
     return undo
+
+
+def handled_exception() -> int:
+    """Names the exception that is being handled, and does not keep it alive: its frames may hold the batch.
+
+    A forward pass that ends with another one than it began with has failed.
+    """
+    return id(sys.exc_info()[1])
 
 
 class _ForwardHook(OwnHook):
@@ -176,7 +185,7 @@ class _ForwardEndHook(OwnHook):
         if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
             return
         if _is_grad_enabled():
-            self._on_forward_end()
+            self._on_forward_end(handled_exception())
         else:
             self._on_evaluation_end()
 
@@ -205,13 +214,16 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
         if _graph_task() != -1 or get_ident() != thread:
             return original(*args, **kwargs)
         on_backward(args[0] if args else kwargs.get("tensors"))
+        has_failed = True
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            has_failed = False
+            return result
         except BaseException as error:
             hide_frame(error)
             raise
         finally:
-            on_backward_end()
+            on_backward_end(has_failed=has_failed)
 
     skip_in_compiler(backward.__code__, and_callees=False)
     return replace_attribute(torch.autograd, "backward", backward)

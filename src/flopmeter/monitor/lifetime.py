@@ -48,6 +48,8 @@ logger = logging.getLogger("flopmeter")
 
 MAX_FAILURES = 3
 DRAIN_S = 10.0
+MAX_EARLY = 1000
+"""Logs from before the record is begun."""
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
@@ -160,16 +162,38 @@ class Lifetime:
     def start_training(self, after_step: int = 0) -> None:
         """Write the header and start the clock. `log_step` does it by itself when it was forgotten.
 
+        Where torch.distributed is not initialised it may be later: then the record begins with the first forward pass,
+        when this process knows its rank, and with the end at the latest.
+
         Args:
             after_step: Steps that the loop has done already: the first one that is measured has the next number.
         """
         if after_step:
             self._digest.last_step = after_step
+        if self._state == "new" and self._at_exit is None:
+            self._pid = os.getpid()
+            self._at_exit = _finish_at_exit(self)
+            self._clock.start()
+        if my_rank() is not None:
+            self._start()
+
+    def _start(self) -> None:
+        """By now the rank is known, or this process is alone."""
         if self._state != "new":
             return
         self._state = "running"
         self._pid = os.getpid()
-        self._rank = my_rank()
+        self._rank = my_rank() or 0
+        writer = RunWriter(record_path(self._folder, self._rank, self.config))
+        if not writer.claim():
+            self._rank = -1  # neither a rank of this job nor the keeper of its record
+            self._hooks.remove()
+            self._steps.switch_off()
+            logger.warning(
+                "%s is being written by another process: nothing is measured here; give each run an output_dir of its "
+                "own, and call init_process_group before the first forward pass", self.run_path,
+            )  # fmt: skip
+            return
         if self._rank == 0 and has_ended(self.run_path):
             logger.warning(
                 "%s holds a run that has ended; this one is added to it, as after a restart: give each run an "
@@ -182,7 +206,7 @@ class Lifetime:
         header = {**make_header(self._model, self.config, dict(peaks)), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self._folder, header=header, rank=self._rank)
         self._worker = Worker(
-            RunWriter(record_path(self._folder, self._rank, self.config)),
+            writer,
             sink_names(self.config, self._rank),
             context,
             self._digest,
@@ -203,12 +227,13 @@ class Lifetime:
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
-        self._at_exit = _finish_at_exit(self)
-        self._clock.start()
+        if self._at_exit is None:
+            self._at_exit = _finish_at_exit(self)
+            self._clock.start()
 
     def _begin(self) -> None:
-        """The first forward pass: by now the model is where it trains."""
-        self.start_training()
+        """The first forward pass: by now the model is where it trains, and ranks know each other."""
+        self._start()
         self._follow_model()
 
     @harmless
@@ -237,6 +262,8 @@ class Lifetime:
 
     def finish_training(self) -> dict[str, float]:
         """Close the run file with a summary, and give it. Safe to call twice."""
+        if self._at_exit is not None and os.getpid() == self._pid:
+            self._start()
         if self._state == "running" and os.getpid() == self._pid:
             self._state = "finished"
             self._close()
@@ -364,7 +391,11 @@ class Lifetime:
 
     def _put(self, item: Any) -> None:
         if self._worker is None:
-            self.start_training()
+            if isinstance(item, Log) and self._state == "new" and len(self._early) < MAX_EARLY:
+                self._early.append(item)
+                self.start_training()
+                return
+            self._start()
         if self._worker is not None:
             self._worker.put(item)
 
@@ -388,7 +419,7 @@ def _finish_at_exit(monitor: Lifetime) -> Callable[[], None]:
 
     def finish() -> None:
         alive = reference()
-        if alive is not None and alive._state == "running" and os.getpid() == pid:
+        if alive is not None and alive._state != "finished" and os.getpid() == pid:
             error = unhandled()
             alive._failure = error.__name__ if error is not None else None
             alive.finish_training()

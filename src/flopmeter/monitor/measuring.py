@@ -45,6 +45,9 @@ DIFFERENT = (
     "FLOPs differ between steps of the same shape by {:.0%}, as where layers are dropped at random: "
     "the mean of the measured ones is used"
 )
+UNSEEN = (
+    "FLOPs of the steps are unknown: they differ, and the loop does not call the model itself, which would tell why"
+)
 _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
     "by_op", "by_module", "growth", "coverage", "uncounted", "method", "convention", "left_out",
@@ -205,7 +208,10 @@ class FlopSource:
         assert measurement is not None
         self.stop()
         count = measurement.result(self._settings.convention)
-        workload = resolve(seen())
+        batches = seen()
+        workload = resolve(batches)
+        if not batches and count.model_flop and self._stage.learn_unseen(count):
+            self._warn(UNSEEN)
         # A count of nothing is not used: nothing was trained in the step, or where it was we could not see.
         error = self._learn(self._stage, count, workload) if count.model_flop else None
         if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
@@ -328,6 +334,10 @@ class FlopSource:
         if is_new:
             self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
         return known
+
+    def unseen(self, index: int) -> StepFlop | None:
+        """FLOPs of a step in which the model itself was not called, where they are known."""
+        return self._stage_at(index).unseen
 
     def _stage_at(self, index: int) -> Stage:
         turns = self._turns

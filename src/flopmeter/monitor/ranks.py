@@ -34,9 +34,9 @@ _BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out")
 """What a prediction does not need: it would be most of the note."""
 
 
-def my_rank() -> int:
-    """This process's rank; 0 when it is alone."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+def my_rank() -> int | None:
+    """This process's rank; None as long as torch.distributed does not say."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
 def seen_from_here(path: Path) -> Path:

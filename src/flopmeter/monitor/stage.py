@@ -10,6 +10,9 @@ from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.prediction import MAX_KNOWN, Predictor, as_if_unpadded
 from flopmeter.flops.workload import Workload
 
+SAME = 0.005
+"""Counts that differ by less are of the same work."""
+
 
 class StepFlop(NamedTuple):
     """FLOPs of one step by dtype, under the names of the peak table."""
@@ -29,6 +32,9 @@ class Stage:
         self.is_told = False
         """Whether the run file says that it has begun."""
         self._known: dict[Workload, StepFlop] = {}
+        self.unseen: StepFlop | None = None
+        """FLOPs of a step whose batch nobody saw, as long as all counts of such steps agree."""
+        self._unseen_counts: list[float] = []
 
     def learn(self, count: FlopCount, workload: Workload | None) -> float | None:
         """A step was counted; gives the relative error of what had been predicted for it."""
@@ -36,6 +42,16 @@ class Stage:
         self._known = {}  # replaced, not cleared: the background thread may be reading
         self.has_count = True
         return error
+
+    def learn_unseen(self, count: FlopCount) -> bool:
+        """A step was counted in which the model itself was not called; gives whether such steps differ."""
+        self.has_count = True
+        self._unseen_counts.append(count.model_flop)
+        model, hardware = _short(count.by_dtype), _short(count.hardware_by_dtype)
+        least, most = min(self._unseen_counts), max(self._unseen_counts)
+        differs = most > (1 + SAME) * least
+        self.unseen = None if differs else StepFlop(model, hardware, model)
+        return differs
 
     def predict(self, workload: Workload) -> tuple[StepFlop | None, bool]:
         """FLOPs of a step with this workload, and whether that is asked for the first time since the last count."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flopmeter.dataset_metrics import DatasetMetrics
-from flopmeter.monitor.digest import NOTHING, StepRecord, copied_to_host
+from flopmeter.monitor.digest import NOTHING, Log, StepRecord, copied_to_host
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
@@ -44,7 +44,7 @@ class Steps:
         effort: Effort,
         datasets: DatasetMetrics,
         details_every: int,
-        put: Callable[[StepRecord], None],
+        put: Callable[[StepRecord | Log], None],
         on_failure: Callable[[str, Exception], None],
     ) -> None:
         self.put = put
@@ -71,7 +71,7 @@ class Steps:
         """What was said of the running step."""
         self._said_ns = 0
         """When that was said, if it may have been of `_ended`: the next forward pass or the next step will tell."""
-        self._pending: deque[StepRecord] = deque()
+        self._pending: deque[StepRecord | Log] = deque()
 
     def end(self, now_ns: int) -> None:
         """The running step is over. Never raises."""
@@ -82,7 +82,10 @@ class Steps:
                 return
             if tracker.is_evaluating:
                 tracker.end_evaluation()
-            tracker.has_forward = False  # the next one belongs to another step
+            if tracker.has_failed:
+                tracker.has_failed = False
+                self.discard_measurement()
+            tracker.end_step(self.model)
             if self._ended is not None:
                 self._settle(self._ended)
             seen = () if tracker.workloads is None else tracker.workloads.take()
@@ -116,7 +119,7 @@ class Steps:
         of a micro-batch, is replaced by what it says of the same step later.
         """
         record = self._ended
-        if record is not None and not self._tracker.has_forward:
+        if record is not None and not (self._tracker.has_forward or self._tracker.has_backward):
             if record.values:
                 give_back(record.values)
             record.values = values
@@ -136,7 +139,7 @@ class Steps:
         workloads, record = self._tracker.workloads, self._ended
         if workloads is None:
             return
-        if record is None or self._tracker.has_forward:
+        if record is None or self._tracker.has_forward or self._tracker.has_backward:
             workloads.see_mask(mask)
             return
         record.seen = workloads.with_mask(record.seen, mask)
@@ -152,19 +155,20 @@ class Steps:
         if self._ended is not None:
             self._ended.values = self._ended.values or self._values
             self._complete(self._ended)
-        step_s = max((split(record.clock).step_ns / 1e9 for record in self._pending), default=0.0)
+        clocks = [item.clock for item in self._pending if isinstance(item, StepRecord)]
+        step_s = max((split(clock).step_ns / 1e9 for clock in clocks), default=0.0)
         deadline_s = monotonic() + max(PATIENCE_S, min(PATIENCE_STEPS * step_s, MAX_PATIENCE_S))
         while self._pending:
-            record = self._pending.popleft()
-            while not (is_ready := record.is_ready()) and monotonic() < deadline_s:
+            item = self._pending.popleft()
+            while not (is_ready := item.is_ready()) and monotonic() < deadline_s:
                 sleep(POLL_S)
-            if not is_ready:
-                record.forget_late()
-            self.put(record)
+            if not is_ready and isinstance(item, StepRecord):
+                item.forget_late()
+            self.put(item if is_ready or isinstance(item, StepRecord) else item.without_late())
 
     def _end_capture(self, now_ns: int) -> None:
         """The loop went through a step that did not run: it was captured into a graph."""
-        self._tracker.has_forward = False
+        self._tracker.end_step(None)
         marks = self._clock.take(now_ns)
         self._effort.end_capture(self._tracker.source, self.num_steps, (marks[-1] - marks[0]) / 1e9)
 
@@ -180,10 +184,14 @@ class Steps:
 
     def _complete(self, record: StepRecord) -> None:
         self._ended, self._said_ns = None, 0
-        if not self._pending and record.is_ready():
-            self.put(record)
+        self.hand_over(record)
+
+    def hand_over(self, item: StepRecord | Log) -> None:
+        """Pass it on when its numbers are there, and not before what came earlier."""
+        if not self._pending and item.is_ready():
+            self.put(item)
             return
-        self._pending.append(record)
+        self._pending.append(item)
         while self._pending and self._pending[0].is_ready():
             self.put(self._pending.popleft())
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._C import DisableTorchFunction
 
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
+from flopmeter.monitor.hooks import handled_exception
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
 
 if TYPE_CHECKING:
     from flopmeter.monitor.worker import Worker
+
+logger = logging.getLogger("flopmeter")
 
 _LOOK_EVERY = 7
 """Waits for data from one whose CPU time is looked at to the next: the thread's clock costs as much as all marks."""
@@ -25,6 +31,18 @@ training. As many as warm-up has: what a run is judged by is timed in one way on
 IN_STEP = (
     "forward passes without gradients belong to the step here: their time is step time, their FLOPs are not counted; "
     'if they are an evaluation, tell it by pause("eval")'
+)
+
+MANY_DUMMIES = 10
+"""Optimizer steps with no pass before them, in a run without any step: one or two are a checkpoint that is loaded."""
+NOT_SEEN = (
+    "no step is recorded: the optimizer steps, and neither a forward pass of the model nor a backward pass is seen "
+    "before; name the object that the loop calls by set_model_ref"
+)
+NOT_CALLED = (
+    "the loop trains {0} and does not call it: a method or a part of it is called instead, or it is called inside a "
+    "compiled function. Steps are timed, samples and tokens are unknown, and FLOPs are those of the observed steps, as "
+    "long as these agree; to have all, name what the loop calls by set_model_ref"
 )
 
 
@@ -58,18 +76,33 @@ class StepTracker:
         self.num_pauses = 0
         """Pauses that somebody has said we are in, one inside another: whatever is done in them belongs to them."""
         self.on_step: Callable[[int], None] = lambda now_ns: None
-        """Called with the clock when a step has ended: the optimizer stepped after a forward pass. Must not raise."""
+        """Called with the clock when a step has ended: the optimizer stepped after a forward or a backward pass. Must
+        not raise."""
         self.num_steps: Callable[[], int] = lambda: 0
         """Gives the steps that have ended."""
         self.on_pause: Callable[[], None] = lambda: None
         """Called when an evaluation or another pause begins. Must not raise."""
         self.on_capture: Callable[[], None] = lambda: None
-        """Called when a forward pass is captured into a graph. Must not raise."""
+        """Called when a forward pass is captured into a graph, or a pass has failed: nothing is learnt from the step.
+        Must not raise."""
         self._on_start = on_start
         self._on_failure = on_failure
         self._event = event
         self.has_forward = False
         """Whether the running step has had a forward pass of training."""
+        self.has_backward = False
+        """Whether it has had a backward pass."""
+        self.has_failed = False
+        """Whether a pass of it has raised, and what runs through the step is still to be thrown away."""
+        self._passes: list[tuple[int, bool, int]] = []
+        """Forward passes that run, the outermost first: micro-batches and forward passes of the step before each, and
+        the exception that was being handled."""
+        self._num_backward = 0
+        """Micro-batches of the step that have been through a backward pass."""
+        self._is_stepping = False
+        """Whether the optimizer has begun to step and not ended."""
+        self._num_dummies = 0
+        self._told: set[str] = set()
         self.forward_ns = 0
         """When the last forward pass of training began."""
         self._backward_ns = 0
@@ -88,6 +121,12 @@ class StepTracker:
         """Share of the last wait for data that was looked at in which this thread computed."""
         self._num_waits = 0
         self._waiting_since: tuple[int, int] | None = None
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning("%s", message)
+            self._event("warning", message=message)
 
     def on_wait(self) -> None:
         if self.num_pauses:
@@ -128,10 +167,17 @@ class StepTracker:
             self._begin()
         if self.is_evaluating:
             self.end_evaluation()
+        if self._is_stepping and not _is_in_optimizer_step():
+            self._drop(0)  # it has raised: that step is tried again, or given up
+            self.has_forward = self.has_backward = self._is_stepping = False
+        if self.has_failed:
+            self.has_failed = False
+            self.on_capture()
         self.forward_ns = now_ns = perf_counter_ns()
         self._note((now_ns, FORWARD))
         if self.has_forward:  # another micro-batch, or a loop that never steps
             self.clock.bound()
+        self._passes.append((self._num_seen(), self.has_forward, handled_exception()))
         self.has_forward = True
         if self.device_time is not None:
             self.device_time.mark("forward")
@@ -161,9 +207,32 @@ class StepTracker:
         except Exception as error:  # noqa: BLE001 - a run that cannot begin must not stop the forward pass
             self._on_failure("the start of the run", error)
 
-    def on_forward_end(self) -> None:
+    def on_forward_end(self, exception: int = id(None)) -> None:
         if not self.num_pauses:
             self._note((perf_counter_ns(), OTHER))  # not on the device: what the loss takes belongs to forward there
+            if self._passes:
+                num_before, had_forward, handled = self._passes.pop()
+                if exception != handled:  # it was left by another exception: its batch was not trained on
+                    self._drop(num_before)
+                    self.has_forward = had_forward
+
+    def _num_seen(self) -> int:
+        return self.workloads.num_seen if self.workloads is not None else 0
+
+    def _drop(self, num_kept: int) -> None:
+        """A pass has failed: its micro-batches are not the step's. Hooks are being called: nothing else happens now."""
+        self.has_failed = True
+        self._num_backward = min(self._num_backward, num_kept)
+        if self.workloads is not None:
+            self.workloads.drop(num_kept)
+
+    def end_step(self, model: Any) -> None:
+        """The next pass belongs to another step. An empty look at the model is told."""
+        if self.has_backward and not self.has_forward and model is not None:
+            self._tell(NOT_CALLED.format(type(model).__name__))
+        self.has_forward = self.has_backward = False
+        self._is_stepping, self._num_backward, self._num_dummies = False, 0, 0
+        self._passes.clear()  # of one that was left by Ctrl-C
 
     def on_evaluation(self, *, is_training: bool) -> None:
         """The model is called without gradients.
@@ -183,7 +252,7 @@ class StepTracker:
 
     def on_other_loader(self) -> bool:
         """Another loader than the training's is asked again, with no step in between: gives whether to evaluate."""
-        if self.num_pauses or self._is_first or self.has_forward or not self.finds_evaluation:
+        if self.num_pauses or self._is_first or self.has_forward or self.has_backward or not self.finds_evaluation:
             return False
         if self._loader_habit.is_settled or self._loader_habit.note(self.num_steps()):
             return False
@@ -202,7 +271,7 @@ class StepTracker:
         """Whether a forward pass without gradients belongs to the step."""
         if not self.finds_evaluation:
             return True
-        if self.has_forward and (self.has_optimizer or self.forward_ns > self._backward_ns):
+        if (self.has_forward or self.has_backward) and (self.has_optimizer or self.forward_ns > self._backward_ns):
             return True
         habit = self._habits[is_training]
         return habit.is_settled or habit.note(self.num_steps())
@@ -230,6 +299,7 @@ class StepTracker:
             return
         if self.is_evaluating:  # of something that no marked forward pass came before
             self.end_evaluation()
+        self.has_backward = True
         self._backward_ns = now_ns = perf_counter_ns()
         self._note((now_ns, BACKWARD))
         if self.background is not None and now_ns >= self.background.due_ns:
@@ -240,9 +310,13 @@ class StepTracker:
             with DisableTorchFunction():
                 self.blocking.on_backward(roots)
 
-    def on_backward_end(self) -> None:
+    def on_backward_end(self, *, has_failed: bool = False) -> None:
         if self.num_pauses:
             return
+        if has_failed:
+            self._drop(self._num_backward)
+        else:
+            self._num_backward = self._num_seen()
         if self.blocking is not None:
             self.blocking.on_backward_end()
         self._note((perf_counter_ns(), OTHER))
@@ -259,6 +333,7 @@ class StepTracker:
         if self.num_pauses:
             return
         self._note((perf_counter_ns(), OPTIMIZER))
+        self._is_stepping = True
         if self.device_time is not None:
             self.device_time.mark("optimizer")
 
@@ -267,8 +342,17 @@ class StepTracker:
             return
         now_ns = perf_counter_ns()
         self._note((now_ns, OTHER))
-        if self.has_forward if is_step_over is None else is_step_over:  # several optimizers in a row: one step
+        self._is_stepping = False
+        is_open = self.has_forward or self.has_backward
+        if is_open if is_step_over is None else is_step_over:  # several optimizers in a row: one step
+            if self._is_first:  # the model's own forward was not called
+                self._has_begun = True
+                self._begin()
             self.on_step(now_ns)
+        elif not is_open:
+            self._num_dummies += 1
+            if self._num_dummies == MANY_DUMMIES and not self.num_steps():
+                self._tell(NOT_SEEN)
 
     def on_skipped_step(self) -> None:
         """A gradient scaler has kept the optimizer from stepping: the step counts, and the record says so."""
@@ -281,6 +365,16 @@ class StepTracker:
             self.is_evaluating = False
             self.clock.switch(OTHER)
             self._event("pause", name="eval", duration_s=duration_s)
+
+
+def _is_in_optimizer_step() -> bool:
+    """Whether an optimizer is stepping: a closure calls the model from there. Asked only where one has begun to."""
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == torch.optim.optimizer.__file__:
+            return True
+    return False
 
 
 class _Habit:

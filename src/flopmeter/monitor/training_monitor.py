@@ -19,9 +19,14 @@ from flopmeter.monitor.lifetime import DRAIN_S, MAX_FAILURES, Lifetime, harmless
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.record import load_run, write_training_log
 from flopmeter.schema import PHASES
-from flopmeter.timing.late import LateNumbers
+from flopmeter.timing.late import LateNumber, LateNumbers
 
 logger = logging.getLogger("flopmeter")
+
+MOST = 1 << 53
+"""Numbers of steps beyond it are not exact in every reader."""
+MAX_REFUSED = 20
+"""Warnings of arguments: a loop may make up a new name at every step."""
 
 _T = TypeVar("_T")
 
@@ -58,6 +63,7 @@ class TrainingMonitor(Lifetime):
     ) -> None:
         super().__init__(output_dir, config, log_file, flops_profile_freq)
         self._numbers = LateNumbers()
+        self._refused: set[str] = set()
         self._tracker.finds_evaluation = finds_evaluation
         self._has_optimizer = self._tracker.has_optimizer = optimizer is not None
         if model is not None:
@@ -75,10 +81,10 @@ class TrainingMonitor(Lifetime):
         """
         try:
             self._effort.begin_phase(phase)
-        except ConfigError as error:
+        except Exception as error:
             if self._state == "new":
                 raise
-            logger.warning("set_training_phase: %s", error)
+            self._refuse("set_training_phase", error)
         self._steps.next_look = 0
 
     @property
@@ -109,9 +115,18 @@ class TrainingMonitor(Lifetime):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step as one of the phases: data_wait, host_to_device, forward, backward, optimizer."""
+        """Time a part of the step as one of the phases: data_wait, host_to_device, forward, backward, optimizer.
+
+        Raises:
+            ConfigError: There is no such phase. In a run that has begun that is a warning, and nothing is timed.
+        """
         if name not in PHASES:
-            raise ConfigError(f"there is no phase {name!r}; there are: {', '.join(PHASES)}")
+            error = ConfigError(f"there is no phase {name!r}; there are: {', '.join(PHASES)}")
+            if self._state == "new":
+                raise error
+            self._refuse("phase", error)
+            yield
+            return
         device_time = self._tracker.device_time if not self._tracker.num_pauses else None
         if device_time is not None:
             device_time.mark(name)
@@ -147,7 +162,9 @@ class TrainingMonitor(Lifetime):
         skip_wandb: bool = False,
         **extra: Any,
     ) -> None:
-        """Tell the loop's own numbers. `loss` and `grad_norm` may be tensors on the device; they are read later.
+        """Tell the loop's own numbers: whatever `float` takes. Those on a device are read later, without a wait.
+
+        One that is no number is left out, with one warning.
 
         Args:
             attention_mask: Only needed where the model is not called with it.
@@ -159,24 +176,73 @@ class TrainingMonitor(Lifetime):
         start_ns = perf_counter_ns()
         try:
             if self._state == "new":
-                self.start_training()
+                self._start()
             if attention_mask is not None:
-                self._steps.see_mask(attention_mask)
+                self._see_mask(attention_mask)
             if not self._has_optimizer:
                 self._steps.end(start_ns)
                 start_ns = perf_counter_ns()
-            self._steps.tell({
-                "step": step,
-                "epoch": epoch,
-                "lr": learning_rate,
-                "loss": loss if loss is None else self._numbers.take(loss),
-                "grad_norm": grad_norm if grad_norm is None else self._numbers.take(grad_norm),
-                "skip_wandb": skip_wandb,
-                "extra": extra or None,
-            })  # fmt: skip
+            given = {
+                "training/epoch": epoch, "training/lr": learning_rate, "training/loss": loss,
+                "training/grad_norm": grad_norm, **extra,
+            }  # fmt: skip
+            values: dict[str, Any] = {"step": step if type(step) is int and -MOST < step < MOST else self._whole(step)}
+            for name, value in given.items():
+                number = value if type(value) is float else self._number("log_step", name, value)
+                if number is not None:
+                    values[name] = number
+            if skip_wandb is not False:
+                values["skip_wandb"] = bool(self._number("log_step", "skip_wandb", skip_wandb))
+            self._steps.tell(values)
         except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
             self._note_failure("log_step", error)
         self._effort.own_ns += perf_counter_ns() - start_ns
+
+    def _number(self, where: str, name: str, value: Any) -> float | LateNumber | None:
+        """What `float` makes of an argument, late if it is on a device; None, with one warning, if that is nothing."""
+        if value is None:
+            return None
+        try:
+            return self._numbers.take(value)
+        except Exception as error:  # noqa: BLE001 - anything may come, and its own class may raise anything
+            self._refuse(f"{where}: {name}", error)
+            return None
+
+    def _numbers_of(self, where: str, values: Any) -> dict[str, Any]:
+        """Those of a mapping's values that are numbers."""
+        try:
+            items = [(str(name), value) for name, value in dict(values or {}).items()]
+        except Exception as error:  # noqa: BLE001 - as above
+            self._refuse(where, error)
+            return {}
+        numbers = {name: self._number(where, name, value) for name, value in items}
+        return {name: number for name, number in numbers.items() if number is not None}
+
+    def _whole(self, value: Any) -> int | LateNumber | None:
+        """The number of a step; None, which counts on, where it is none."""
+        number = self._number("log", "step", value)
+        if number is None or isinstance(number, LateNumber):
+            return number
+        if not (number.is_integer() and -MOST < number < MOST):
+            self._refuse("log: step", ValueError(f"{number} is no number of a step"))
+            return None
+        return int(number)
+
+    def _see_mask(self, mask: Any) -> None:
+        try:
+            self._steps.see_mask(mask)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._refuse("log_step: attention_mask", error)
+
+    def _refuse(self, what: str, error: Exception) -> None:
+        """A bad argument costs what it was given for, and one warning."""
+        if what in self._refused or len(self._refused) >= MAX_REFUSED:
+            return
+        self._refused.add(what)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"{what} is left out whenever it is no number or name that is known ({reason[:200]})"
+        logger.warning("%s", message)
+        self._event("warning", message=message)
 
     @harmless
     def update_dataset_metrics(
@@ -193,8 +259,16 @@ class TrainingMonitor(Lifetime):
     @harmless
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send numbers of your own to the record and to all sinks, at once."""
-        values = dict(metrics)
-        self._put(Log({"kind": "event", "event": "metrics", "step": step, "metrics": values}, values, step))
+        values = self._numbers_of("log_metrics", metrics)
+        if values:
+            self._log({"kind": "event", "event": "metrics", "metrics": values}, values, step)
+
+    def _log(self, line: dict[str, Any], metrics: Mapping[str, Any], step: Any) -> None:
+        number = self._whole(step)
+        if isinstance(number, LateNumber):  # where it belongs must be known now
+            self._refuse("log: step", ValueError("it is on a device"))
+            number = None
+        self._steps.hand_over(Log({**line, "step": number}, metrics, number))
 
     @harmless
     def log_evaluation(
@@ -205,16 +279,19 @@ class TrainingMonitor(Lifetime):
         additional_metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Record an evaluation, and send it to all sinks."""
-        metrics = {"eval/loss": eval_loss} | ({} if eval_accuracy is None else {"eval/accuracy": eval_accuracy})
-        metrics |= {f"eval/{name}": value for name, value in (additional_metrics or {}).items()}
-        self._put(Log({"kind": "event", "event": "evaluation", "step": step, "metrics": metrics}, metrics, step))
+        more = self._numbers_of("log_evaluation", additional_metrics)
+        metrics = self._numbers_of("log_evaluation", {"eval/loss": eval_loss, "eval/accuracy": eval_accuracy})
+        metrics |= {f"eval/{name}": value for name, value in more.items()}
+        self._log({"kind": "event", "event": "evaluation", "metrics": metrics}, metrics, step)
 
     @harmless
     def log_epoch(self, epoch: float, avg_loss: float, elapsed_time: float, current_step: int | None = None) -> None:
         """Record the end of an epoch, and send it to all sinks."""
-        fields = {"epoch": epoch, "avg_loss": avg_loss, "elapsed_time": elapsed_time, "step": current_step}
-        metrics = {"epoch/loss": avg_loss, "epoch/seconds": elapsed_time, "training/epoch": epoch}
-        self._put(Log({"kind": "event", "event": "epoch", **fields}, metrics, current_step))
+        given = {"epoch": epoch, "avg_loss": avg_loss, "elapsed_time": elapsed_time}
+        fields = dict.fromkeys(given) | self._numbers_of("log_epoch", given)
+        names = {"avg_loss": "epoch/loss", "elapsed_time": "epoch/seconds", "epoch": "training/epoch"}
+        metrics = {key: fields[name] for name, key in names.items() if fields[name] is not None}
+        self._log({"kind": "event", "event": "epoch", **fields}, metrics, current_step)
 
     @harmless
     def save_logs(self) -> None:

@@ -202,6 +202,15 @@ class WorkloadReader:
         tensor = mask if is_ours else self._to_host(_row_sums(mask))
         return Lengths(tensor, padded_to, self._needs, self._by_lengths, tensor._version)
 
+    @property
+    def num_seen(self) -> int:
+        """Micro-batches since the last `take`."""
+        return len(self._seen)
+
+    def drop(self, begin: int, end: int | None = None) -> None:
+        """Forget micro-batches, by their places: the pass over them has failed."""
+        del self._seen[begin:end]
+
     def take(self) -> tuple[Seen, ...]:
         """What was seen since the last call."""
         seen = tuple(self._seen)

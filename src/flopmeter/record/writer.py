@@ -6,16 +6,38 @@ import json
 import logging
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 logger = logging.getLogger("flopmeter")
 
 MAX_PENDING_BYTES = 8 << 20
 _encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+_writers: dict[tuple[int, int], RunWriter] = {}
+"""Who has locked which file in this process: a second one of the same process is not refused."""
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: a worker that outlives its killed parent must not hold the lock when that is restarted."""
+    for writer in _writers.values():
+        if writer._fd is not None:
+            os.close(writer._fd)
+            writer._fd = None
+    _writers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class RunWriter:
@@ -33,6 +55,31 @@ class RunWriter:
         self._max_pending_bytes = max_pending_bytes
         self._fd: int | None = None
         self._has_warned = False
+        self._identity = (0, 0)
+
+    def claim(self) -> bool:
+        """Whether the file is this process's to write; not so while another one that is alive writes it.
+
+        The lock goes with the process, however it ends. Where there are no locks, as on some network file systems, and
+        where the file cannot be opened, nobody is refused.
+        """
+        try:
+            if self._fd is None:
+                self._open()
+            assert self._fd is not None
+            status = os.fstat(self._fd)
+            self._identity = status.st_dev, status.st_ino
+            if fcntl is None or not stat.S_ISREG(status.st_mode) or self._identity in _writers:
+                return True
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)  # type: ignore[arg-type]
+            self._fd = None
+            return False
+        except OSError:
+            return True
+        _writers[self._identity] = self
+        return True
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Queue one line for the next flush."""
@@ -63,6 +110,8 @@ class RunWriter:
         """Flush and let go of the file. Safe to call twice."""
         self.flush()
         if self._fd is not None:
+            if _writers.get(self._identity) is self:
+                del _writers[self._identity]
             os.close(self._fd)
             self._fd = None
 

@@ -37,21 +37,27 @@ class LateNumbers:
         self._has_told = False
 
     def take(self, value: Any) -> float | LateNumber:
-        """Copy a number, whether it is a float or a tensor of one element on any device, without waiting for it."""
+        """Copy whatever `float` takes, or one element in a tensor on any device, without waiting for it.
+
+        Raises:
+            Exception: It is no number: several elements, a complex one, a text; whatever its own class raises.
+        """
         if not isinstance(value, torch.Tensor):
-            return float(value)
+            item = getattr(value, "item", None)  # numpy has other arrays of one element than those without a dimension
+            return float(item() if callable(item) else value)
         with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
             return self._take(value)
 
     def _take(self, value: torch.Tensor) -> float | LateNumber:
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(f"a tensor of {value.dtype} with the shape {tuple(value.shape)} is not one number")
         if type(value) is not torch.Tensor and hasattr(value, "placements"):
             local = self._local(value)
             if local is None:
                 return math.nan
             value = local
         if value.is_cpu:
-            number: float = value.item()  # nothing to wait for
-            return number
+            return float(value.item())  # nothing to wait for
         if value.is_cuda and torch.cuda.is_current_stream_capturing():
             return math.nan
         slots = self._slots.get(value.device)
@@ -70,15 +76,16 @@ class LateNumbers:
 
 
 class LateNumber:
-    """A number in a slot. `read` gives the slot back, so it is called once, and so is `give_back` instead."""
+    """A number in a slot. `read` gives the slot back, and so does `give_back` instead."""
 
-    __slots__ = ("_event", "_free", "_is_lost", "_slot")
+    __slots__ = ("_event", "_free", "_is_lost", "_number", "_slot")
 
     def __init__(self, slot: torch.Tensor, event: Any, free: list[tuple[torch.Tensor, Any]]) -> None:
         self._slot = slot
         self._event = event
         self._free = free
         self._is_lost = False
+        self._number: float | None = None
 
     def is_ready(self) -> bool:
         """Whether `read` can answer without waiting. Call it on the training thread only."""
@@ -95,9 +102,10 @@ class LateNumber:
         """The number; NaN when the device failed before it came. Only for one that is ready."""
         if self._is_lost:
             return math.nan
-        number = cast(float, self._slot.tolist())  # unlike `item`, it does not let go of the interpreter
-        self.give_back()
-        return number
+        if self._number is None:
+            self._number = cast(float, self._slot.tolist())  # unlike `item`, it does not let go of the interpreter
+            self.give_back()
+        return self._number
 
     def give_back(self) -> None:
         """The slot may hold another number."""
@@ -181,6 +189,24 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     # The device is named, because the loop may have set another one as its default.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def is_ready(values: Mapping[str, Any]) -> bool:
+    """Whether all of these can be read."""
+    return all(type(value) is not LateNumber or value.is_ready() for value in values.values())
+
+
+def read(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as plain numbers."""
+    return {name: value.read() if type(value) is LateNumber else value for name, value in values.items()}
+
+
+def without_late(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with what is still on its way unknown for good."""
+    return {
+        name: math.nan if type(value) is LateNumber and not value.is_ready() else value
+        for name, value in values.items()
+    }
 
 
 def give_back(values: Mapping[str, Any]) -> None:
