@@ -86,8 +86,6 @@ class FlopSource:
         self._is_watched = True
         self._has_told_difference = False
         self.mode = self._effective_mode()
-        if self.mode == "profiler":
-            profiler_guard.watch()
 
     @property
     def _predictor(self) -> Predictor | None:
@@ -147,9 +145,9 @@ class FlopSource:
             if counters is not None:
                 counters.close()
 
-    def start(self) -> None:
-        """Measure the step that begins now, unless somebody else's tool is at work."""
-        if (reason := self._blocker()) is not None:
+    def start(self, obstacle: str | None) -> None:
+        """Measure the step that begins now, unless something is in the way or somebody else's tool is at work."""
+        if (reason := obstacle or self._blocker()) is not None:
             if reason != self._last_blocker:
                 self._event("warning", message=f"steps are not measured now: {reason}")
             self._last_blocker = reason
@@ -161,7 +159,9 @@ class FlopSource:
     def _blocker(self) -> str | None:
         """Why this step must not be measured, or None."""
         if self.mode == "profiler":
-            return profiler_guard.blocker()
+            return profiler_guard.step_blocker()
+        if reason := profiler_guard.foreign_profiler():
+            return f"{reason}, and would show our calls"
         if torch._C._len_torch_dispatch_stack():
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
@@ -264,10 +264,18 @@ class FlopSource:
             self._event("warning", message=CHANGED)
         return is_due
 
-    def stop(self) -> None:
-        """The running step is measured no further. Safe to call when none is."""
-        measurement, self._measurement = self._measurement, None
-        if measurement is not None:
+    def stop(self, *, is_over: bool = True) -> None:
+        """The running step is measured no further. Safe to call when none is.
+
+        Args:
+            is_over: Whether the calling thread can end the measurement. If not, it is kept for the one that can.
+        """
+        measurement = self._measurement
+        if is_over:
+            self._measurement = None
+        if isinstance(measurement, ProfiledStep):
+            measurement.discard()
+        elif measurement is not None:
             measurement.stop()
 
     def close(self) -> None:
