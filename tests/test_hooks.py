@@ -241,6 +241,9 @@ class Waits:
     def on_no_batch(self) -> None:
         self.heard.append("end")
 
+    def is_elsewhere(self) -> bool:
+        return False
+
     def on_other_loader(self) -> bool:
         self.is_evaluating = True
         return True

@@ -99,32 +99,50 @@ def test_a_profiler_that_warmed_up_before_anyone_watched_is_found() -> None:
     assert (theirs, ours) == ([1], "refused")
 
 
-def test_a_profiler_on_another_thread_waits_until_our_step_is_over() -> None:
-    order, theirs, ours = output_of(
+def test_a_profiler_on_another_thread_starts_at_once_and_ours_is_put_away_when_theirs_has_ended() -> None:
+    theirs, ours, is_on, blocker, later = output_of(
         """
-        recording, order, theirs = Recording(), [], []
+        recording, begun, go_on, theirs = Recording(), threading.Event(), threading.Event(), []
         recording.start()
 
         def record():
             with profile(activities=[ProfilerActivity.CPU]) as user:
-                order.append("theirs begins")
                 step()
+                begun.set()
+                go_on.wait(60)
             theirs.append(num_products(user.profiler))
 
         thread = threading.Thread(target=record)
         thread.start()
-        while not profiler_guard._sessions.foreign:
-            step()
-        for _ in range(200):
-            step()
-        order.append("ours ends")
-        ours = sum(event.name() == "aten::addmm" for event in recording.stop())
+        assert begun.wait(60)
+        step()
+        ours = len(recording.stop())
+        is_on = [torch._C._autograd._profiler_enabled()]
+        go_on.set()
         thread.join()
-        print(json.dumps([order, theirs, ours >= 200]))
+        blocker = profiler_guard.blocker()
+        is_on.append(torch._C._autograd._profiler_enabled())
+        with profile(activities=[ProfilerActivity.CPU]) as user:
+            step()
+        print(json.dumps([theirs, ours, is_on, blocker, num_products(user.profiler)]))
         """
     )
-    assert order == ["ours ends", "theirs begins"]
-    assert (theirs, ours) == ([1], True)
+    assert (theirs, ours, later) == ([1], 0, 1)
+    assert is_on == [True, False]
+    assert blocker == "the program profiles on another thread than the one that trains"
+
+
+def test_nothing_of_torchs_stays_replaced_when_nobody_watches() -> None:
+    before = vars(torch_profiler.profile).copy()
+    ends = [profiler_guard.watch(), profiler_guard.watch()]
+    assert vars(torch_profiler.profile) != before
+    ends[0]()
+    recording = Recording()
+    recording.start()
+    ends[1]()
+    assert vars(torch_profiler.profile) != before
+    recording.stop()
+    assert vars(torch_profiler.profile) == before
 
 
 def test_a_script_that_fails_while_we_record_ends_with_its_own_exit_code() -> None:

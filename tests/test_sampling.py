@@ -432,6 +432,7 @@ def test_no_step_is_profiled_beside_the_users_own_profiler(tmp_path: Path) -> No
         run = train(tmp_path, 30)
     assert events_of(run, "profile") == []
     assert [event["message"] for event in events_of(run, "warning")] == [
-        "steps are not profiled now: another profiler session is prepared or running"
+        "steps are not measured now: another profiler session is prepared or running, and would show our calls",
+        "steps are not profiled now: another profiler session is prepared or running",
     ]
     assert len(user.events()) > 0

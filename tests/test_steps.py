@@ -487,7 +487,7 @@ def test_a_wish_of_the_background_is_seen_at_the_next_step() -> None:
     loop = Loop()
     loop.train(11)  # tried in vain after 3 and 11: an estimate measures nothing
     asked: list[int] = []
-    loop.effort.begin_step = lambda source, model, num_steps: asked.append(num_steps)  # type: ignore[method-assign]
+    loop.effort.begin_step = lambda source, model, num_steps, _: asked.append(num_steps)  # type: ignore[method-assign]
     loop.train(1)
     assert asked == []
     loop.effort.sampling.plan.next_step = 0

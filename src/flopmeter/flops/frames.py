@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from threading import get_ident
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -134,6 +135,7 @@ class FrameTracker:
     def install(self) -> None:
         """Put hooks on every module of the roots that is not inside a compiled region, or called on other threads."""
         keeps_arguments = self.has_compiled or self.is_spread
+        self._thread = get_ident()
         for root in self._roots:
             for path, module in _visible_modules(root):
                 enter = _EnterHook(self, path, module is root, keeps_arguments)
@@ -146,6 +148,10 @@ class FrameTracker:
         for undo in self._undo:
             undo()
         self._undo.clear()
+
+    def is_elsewhere(self) -> bool:
+        """Whether a thread that does not train calls a module, for an evaluation or to act."""
+        return get_ident() != self._thread and not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
         """A root is called from outside: what with?"""
@@ -199,6 +205,8 @@ class _EnterHook(OwnHook):
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         tracker = self.tracker
+        if tracker.is_elsewhere():
+            return
         outer = tracker.around()
         try:
             with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
@@ -238,7 +246,9 @@ class _LeaveHook(OwnHook):
     tracker: FrameTracker
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return
+        if not self.tracker.is_elsewhere():
             self.tracker.pop()
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -96,6 +97,7 @@ class Observation:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._thread = get_ident()
         self._frames.install()
         self._undo = [self._frames.remove, *_watch_optimizers(self._set_in_optimizer)]
         self._undo.append(surround_backward(self._inside_backward))
@@ -114,11 +116,12 @@ class Observation:
         """Stop watching and take everything away again.
 
         A mode of the user's that was entered meanwhile and is still open stays where it is: ours goes quiet beneath it.
+        On another thread than the one that watches, ours goes quiet as well, and is left there by a second call.
         """
-        self._mode.is_quiet = True
+        is_first, self._mode.is_quiet = not self._mode.is_quiet, True
         if _get_current_dispatch_mode() is self._mode:
             self._mode.leave()
-        elif self._frames.on_batch is None:
+        elif is_first and self._frames.on_batch is None and get_ident() == self._thread:
             logger.warning("the observed step ended inside another dispatch mode; it is counted as far as it was seen")
         for undo in self._undo:
             undo()
@@ -134,7 +137,8 @@ class Observation:
         return tally(calls, self._frames.needed, self.uncounted, convention)
 
     def _set_in_optimizer(self, is_in: bool) -> None:
-        self._is_in_optimizer = is_in
+        if get_ident() == self._thread:
+            self._is_in_optimizer = is_in
 
     @contextmanager
     def _inside_backward(self, builds_graph: bool) -> Iterator[None]:

@@ -85,12 +85,19 @@ class ProfiledStep:
 
     def stop(self) -> None:
         """End the recording, read it, and give its memory back. Does nothing the second time."""
+        self._take_away()
         events = self._recording.stop()
-        for undo in self._undo:
-            undo()
-        self._undo = []
         if events:
             self._reading = _read_events(events, tf32_families(self._device))
+
+    def discard(self) -> None:
+        """End the recording and throw it away. After a call on another thread its own has to call as well."""
+        self._take_away()
+        self._recording.give_way()
+
+    def _take_away(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> ProfiledStep:
         self.start()

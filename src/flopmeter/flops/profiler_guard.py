@@ -2,7 +2,9 @@
 
 Torch records one session per process. A second one empties the trace of the first, or crashes the process; it does so
 even while the first only warms up, when no flag of torch's tells of it. So every session that is not ours is noted
-when it is prepared, ours starts only when there is none, and ends at once when the user's begins.
+when it is prepared, ours starts only when there is none, and ends at once when the user's begins on the same thread.
+Where it begins on another one, nobody waits: ours is lost, records no more, and is put away on its own thread once
+theirs has ended.
 """
 
 from __future__ import annotations
@@ -12,11 +14,10 @@ import ctypes
 import gc
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -25,11 +26,9 @@ from torch.autograd import profiler as torch_profiler
 from torch.profiler import ProfilerActivity
 
 from flopmeter.errors import CountError
+from flopmeter.flops.patching import replace_attribute
 
 logger = logging.getLogger("flopmeter")
-
-MAX_WAIT_S = 30.0
-"""How long a user's profiler on another thread waits for ours to finish its step: only its own thread can end it."""
 
 _PATCHED = ("_prepare_trace", "__exit__")
 # Kineto has one subscriber to CUPTI; whoever set one of these is it, or will be.
@@ -66,12 +65,14 @@ class Recording:
     def __init__(self, *, with_shapes: bool = True, devices: Collection[torch.device] = ()) -> None:
         self.was_cut_short = False
         """The user started a profiler, and this session ended early; or the device could not be waited for."""
-        self.ended = threading.Event()
+        self.is_lost = False
+        """The user started a profiler on another thread, and torch's recorder is theirs: to end ours would crash."""
         self.profiler: torch_profiler.profile | None = None
         self._with_shapes = with_shapes
         self._devices = devices
         self._thread = 0
         self._process = 0
+        self._unwatch: Callable[[], None] = lambda: None
 
     @property
     def is_in_its_process(self) -> bool:
@@ -92,6 +93,7 @@ class Recording:
         with _sessions.lock:
             if reason := blocker():
                 raise CountError(f"the step is not profiled: {reason}")
+            self._unwatch = watch()
             self.profiler = torch_profiler.profile(
                 use_kineto=True,
                 use_device="cuda" if self._devices else None,
@@ -106,9 +108,10 @@ class Recording:
                     self.profiler.__enter__()  # type: ignore[no-untyped-call]
             except Exception as error:
                 _sessions.own = self.profiler = None
+                self._unwatch()
                 raise CountError(f"torch's profiler does not start: {error}") from error
             atexit.register(self._stop_at_exit)
-            _let_children_end()
+            _end_kineto_thread_before_forks()
 
     def stop(self) -> list[Any]:
         """End the session and hand out its raw events; empty when it was cut short or has ended before."""
@@ -116,8 +119,10 @@ class Recording:
         return results.events() if results is not None else []
 
     def give_way(self) -> None:
-        """End early, and throw away what was recorded."""
+        """End early, and throw away what was recorded. On another thread than its own it only becomes unwanted."""
         self.was_cut_short = True
+        if not self.is_on_its_thread:
+            return
         try:
             self._end()
         except Exception as error:  # noqa: BLE001 - called from inside the user's profiler, which must start
@@ -129,14 +134,21 @@ class Recording:
                 return None
             if not self.is_on_its_thread:
                 raise CountError("a profiled step must be stopped on the thread that started it: stop it there")
-            ended, self.profiler, _sessions.own = self.profiler, None, None
-            atexit.unregister(self._stop_at_exit)
-            is_whole = ended.use_device is None or _has_synchronized(self._devices)
+            ended = self.profiler
+            if self.is_lost and _sessions.foreign:
+                # Theirs still runs. On this thread nothing more is recorded; the rest has to wait.
+                torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
+                return None
+            is_whole = not self.is_lost and (ended.use_device is None or _has_synchronized(self._devices))
             ended.use_device = None  # torch waits before it ends the session, and a wait that fails leaves it running
             try:
+                if self.is_lost:  # without a trace to end, torch would crash
+                    ended._prepare_trace()  # type: ignore[no-untyped-call]
                 ended.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             finally:
-                self.ended.set()
+                self.profiler = _sessions.own = None
+                atexit.unregister(self._stop_at_exit)
+                self._unwatch()
             # Dropped by hand: with garbage collection off, as large runs have it, nothing else would.
             results, ended.kineto_results = ended.kineto_results, None
             self.was_cut_short = self.was_cut_short or not is_whole
@@ -170,79 +182,127 @@ class _Sessions:
         self.lock = threading.RLock()
         self.own: Recording | None = None
         self.foreign: WeakSet[torch_profiler.profile] = WeakSet()
-        self.is_watching = False
+        self.has_collided = False
+        """Whether the user has started a profiler on another thread while ours ran: they may do so again."""
+        self.watchers: list[Callable[[], None]] = []
+        """Each is called when a session of the user's is about to begin, on the user's thread."""
+        self._undo: list[Callable[[], None]] = []
 
-    def watch(self) -> None:
-        """From here on, note every session that others prepare; those that are under way are found once."""
+    def watch(self, on_foreign: Callable[[], None]) -> Callable[[], None]:
         with self.lock:
-            if self.is_watching:
-                return
-            for name in _PATCHED:
-                setattr(torch_profiler.profile, name, _wrapped(name, getattr(torch_profiler.profile, name)))
-            self.foreign.update(_under_way())
-            self.is_watching = True
+            if not self.watchers:
+                self.foreign = WeakSet(_under_way())
+                self._undo = [
+                    replace_attribute(
+                        torch_profiler.profile, name, _wrapped(name, getattr(torch_profiler.profile, name))
+                    )
+                    for name in _PATCHED
+                ]
+            self.watchers.append(on_foreign)
+
+        def unwatch() -> None:
+            with self.lock:
+                if on_foreign in self.watchers:
+                    self.watchers.remove(on_foreign)
+                    while not self.watchers and self._undo:
+                        self._undo.pop()()
+
+        return unwatch
 
     def is_ours(self, session: torch_profiler.profile) -> bool:
         return self.own is not None and self.own.profiler is session
 
     def make_way(self, session: torch_profiler.profile) -> None:
-        """A session of the user's is about to be prepared: ours has to end first."""
+        """A session of the user's is about to be prepared: ours has to end first, or is lost."""
+        for give_way in tuple(self.watchers):
+            give_way()
         with self.lock:
-            self.foreign.add(session)
             own = self.own
             if own is not None and own.is_on_its_thread:
                 own.give_way()
-        if own is not None and own.is_in_its_process and not own.ended.wait(MAX_WAIT_S):
-            logger.warning("a profiler was started on another thread while flopmeter profiled a step: both may fail")
+            elif own is not None and own.is_in_its_process:
+                own.is_lost = own.was_cut_short = self.has_collided = True
+            self.foreign.add(session)
 
 
 _sessions = _Sessions()
 
 
-def watch() -> None:
-    """Begin to note other people's profiler sessions; called early, it spares the search for those under way."""
-    if _missing_name() is None:
-        _sessions.watch()
+def watch(on_foreign: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Note other people's profiler sessions until what is given back is called; then torch is as it was.
+
+    Called early, it spares the search for those under way.
+
+    Args:
+        on_foreign: Called when one is about to begin, on the thread where it does. Must not raise.
+    """
+    if _missing_name() is not None:
+        return lambda: None
+    return _sessions.watch(on_foreign if on_foreign is not None else lambda: None)
+
+
+def foreign_profiler() -> str | None:
+    """Which profiler that is not ours is at work, if any."""
+    if _sessions.foreign if _sessions.watchers else _under_way():
+        return "another profiler session is prepared or running"
+    is_on = torch_profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
+    return "another profiler is running" if is_on and _sessions.own is None else None
 
 
 def blocker() -> str | None:
     """Why a profiler session of ours must not start now, or None when it may."""
     if missing := _missing_name():
         return f"this torch has no {missing}, by which other profilers are noticed"
-    _sessions.watch()
+    if hasattr(os, "fork") and _kineto() is None:
+        return "a process that is forked after a profile would not end with this torch"
+    own = _sessions.own
+    if own is not None and own.is_lost:
+        own.give_way()
+    if _sessions.has_collided:
+        return "the program profiles on another thread than the one that trains"
     if _sessions.own is not None:
         return "another step is being profiled by flopmeter"
-    if _sessions.foreign:
-        return "another profiler session is prepared or running"
-    if torch_profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
-        return "another profiler is running"
+    if reason := foreign_profiler():
+        return reason
     tool = next((name for name in _OTHER_TOOLS if os.environ.get(name)), None)
-    if tool is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if tool is not None and (tool.startswith("KINETO") or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return f"another tool may be using CUPTI ({tool} is set)"
     return None
 
 
-_children_can_end = False
+def step_blocker() -> str | None:
+    """Why no step of a training loop may be profiled now, or None when it may.
 
-
-def _let_children_end() -> None:
-    """Once a profiler has run, a child that is forked and ends by `exit` waits for ever, or aborts: mend that.
-
-    Kineto waits there for a thread of its own, which a fork does not copy. So a child leaves before that: handlers of
-    `exit` run in reverse order, ours after all that the child has registered and before what the parent had.
+    A thread that ends in a profiled step takes the session with it, and the interpreter crashes at its end.
     """
-    global _children_can_end
-    libc = ctypes.CDLL(None) if sys.platform == "linux" and not _children_can_end else None
-    _children_can_end = True
-    if libc is None or not all(hasattr(libc, name) for name in ("on_exit", "fcloseall")):
-        return  # only glibc tells a handler the exit code
-    leave, close_files = (ctypes.cast(function, ctypes.c_void_p) for function in (libc._exit, libc.fcloseall))
+    if threading.current_thread() is not threading.main_thread():
+        return "the loop does not run on the main thread, where torch's profiler wants to be started"
+    return blocker()
 
-    def leave_early() -> None:
-        libc.on_exit(leave, None)
-        libc.on_exit(close_files, None)
 
-    os.register_at_fork(after_in_child=leave_early)
+@cache
+def _kineto() -> Callable[[], None] | None:
+    """Gives what ends the thread that kineto starts with its first session, to read its settings again now and then."""
+    try:
+        library = ctypes.PyDLL(torch._C.__file__)  # which knows the names of all libraries that it was linked with
+        instance, stop = (
+            getattr(library, f"_ZN9libkineto12ConfigLoader{name}Ev") for name in ("8instance", "10stopThread")
+        )
+    except (OSError, AttributeError):
+        return None
+    instance.restype, stop.argtypes, stop.restype = ctypes.c_void_p, [ctypes.c_void_p], None
+    return lambda: stop(instance())
+
+
+@cache
+def _end_kineto_thread_before_forks() -> None:
+    """Once a profiler has run, a child that is forked and ends by `exit` waits there for that thread, which it has not.
+
+    So the thread ends in the parent before there is a child, which is left alone.
+    """
+    stop = _kineto()
+    if stop is not None and hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=stop)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ Only the raw results are read: torch's own parsing costs many times more than th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from time import time_ns
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._C._autograd import DeviceType
 
 from flopmeter.devices.placement import devices_of
 from flopmeter.flops.patching import surround_backward
-from flopmeter.flops.profiler_guard import Recording, blocker
+from flopmeter.flops.profiler_guard import Recording, step_blocker
 from flopmeter.flops.step_profile import Kernel, Marks, Range, Span, StepProfile, reduce_cpu, reduce_cuda
 from flopmeter.flops.unseen import OwnHook, hide_hooks
 
@@ -37,13 +37,13 @@ def why_not(device_type: str) -> str | None:
         return f"steps on {device_type} are not sampled: nobody has tried it"
     if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
-    if threading.current_thread() is not threading.main_thread():
-        return "the loop does not run on the main thread, where torch's profiler wants to be started"
-    return blocker()
+    return step_blocker()
 
 
 class SampledStep:
     """One step under the profiler: `start` and `stop` on the training thread, never in the first steps of a run.
+
+    `discard` may come from another thread; the training thread has to call it then as well.
 
     Args:
         model: The object that the loop calls; without it forward passes are told by what surrounds them.
@@ -61,6 +61,7 @@ class SampledStep:
         self._backward: list[Span] = []
         self._graph_building: list[Span] = []
         self._start_ns = 0
+        self._thread = 0
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
@@ -70,10 +71,11 @@ class SampledStep:
             CountError: Another profiler is at work; `why_not` tells beforehand.
         """
         self._recording.start()
+        self._thread = get_ident()
         self._undo.append(surround_backward(self._note_backward))
         # The compiler would look into a hook on a module that it has compiled in place.
         if self._model is not None and getattr(self._model, "_compiled_call_impl", None) is None:
-            begin = _ForwardHook()
+            begin = _ForwardHook(self._thread)
             self._undo.append(self._model.register_forward_pre_hook(begin, prepend=True).remove)
             self._undo.append(self._model.register_forward_hook(_ForwardEndHook(begin, self._forward)).remove)
             self._undo.append(hide_hooks(self._model))
@@ -119,21 +121,23 @@ class SampledStep:
             yield
         finally:
             span = (start_ns, time_ns())
-            self._backward.append(span)
-            if builds_graph:
-                self._graph_building.append(span)
+            if get_ident() == self._thread:
+                self._backward.append(span)
+                if builds_graph:
+                    self._graph_building.append(span)
 
 
 class _ForwardHook(OwnHook):
     """Notes when the model's call begins."""
 
-    __slots__ = ("start_ns",)
+    __slots__ = ("start_ns", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int) -> None:
         self.start_ns = 0
+        self.thread = thread
 
     def __call__(self, *_: Any) -> None:
-        if _is_outside():
+        if _is_outside() and get_ident() == self.thread:
             self.start_ns = time_ns()
 
 
@@ -147,7 +151,7 @@ class _ForwardEndHook(OwnHook):
         self._spans = spans
 
     def __call__(self, *_: Any) -> None:
-        if _is_outside() and self._begun.start_ns:
+        if _is_outside() and self._begun.start_ns and get_ident() == self._begun.thread:
             self._spans.append((self._begun.start_ns, time_ns()))
 
 

@@ -19,6 +19,7 @@ class WaitListener(hooks.WaitListener, Protocol):
 
     @property
     def is_evaluating(self) -> bool: ...
+    def is_elsewhere(self) -> bool: ...
     def on_other_loader(self) -> bool: ...
 
 
@@ -37,6 +38,8 @@ class LoaderMarks:
 
     def _takes(self, iterator: Any) -> bool:
         """Whether this wait is the training's; it is remembered who was asked."""
+        if self._listener.is_elsewhere():
+            return False
         training, last = self._training, self._last
         if self._listener.is_evaluating and (training is None or not training.made(iterator)):
             self._last = training  # whoever was asked before that was asked for the evaluation, too

@@ -7,10 +7,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import enumerate as living_threads
+from threading import get_ident
 
 from torch import nn
 
 from flopmeter.config import MonitorConfig
+from flopmeter.flops import profiler_guard
 from flopmeter.monitor.digest import StepRecord
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.sampling import Sampling
@@ -53,6 +56,13 @@ class Effort:
         """Time of our calls on the training thread, measurements apart."""
         self.is_measuring = False
         """Whether something may be running through this step, for `end_step` to close."""
+        self.leftover_thread = 0
+        """The thread that has to discard a measurement, because no other one can; 0 for none."""
+        self._thread = get_ident()
+        self._source: FlopSource | None = None
+        """What the running measurement is for, and where it was begun."""
+        self._is_closed = False
+        self._unwatch: Callable[[], None] = lambda: None
         self._config = config
         self._argument = flops_profile_freq
         self._clock = clock
@@ -68,9 +78,16 @@ class Effort:
         self.schedule = self._make_schedule(phase=None)
         self.sampling = Sampling(config, self.schedule.interval_steps, event)
 
-    def start_run(self, *, is_sampled: bool) -> None:
-        """The run begins; one rank is sampled for all."""
+    def start_run(self, *, is_sampled: bool, on_profiler: Callable[[], None]) -> None:
+        """The run begins; one rank is sampled for all.
+
+        Args:
+            on_profiler: Called when a profiler of the user's is about to start, on whatever thread.
+        """
         self._started_s = time.monotonic()
+        if self._config.monitoring.mfu_calculation_mode != "estimate":  # which measures nothing
+            # Here, where a search for profilers under way costs no step.
+            self._unwatch = profiler_guard.watch(on_profiler)
         if is_sampled:
             self.sampling.start_run()
         else:
@@ -118,6 +135,9 @@ class Effort:
 
     def end_step(self, source: FlopSource | None, record: StepRecord, num_steps: int) -> None:
         """Close what ran through this step, and learn from it. Reading it is our time, not the next step's."""
+        if get_ident() != self._thread or self.leftover_thread:
+            self.discard(num_steps)
+            return
         is_counted = source is not None and source.is_measuring
         self.is_measuring = False
         if not is_counted and self.sampling.running is None:
@@ -139,45 +159,73 @@ class Effort:
         self._num_in_vain = 0
         self._event("pause", name="flopmeter", duration_s=lasted_s())
 
-    def discard(self, source: FlopSource | None, num_steps: int) -> None:
-        """Stop what runs through this step and throw it away: a later one is measured instead. Never raises."""
+    def discard(self, num_steps: int) -> None:
+        """Stop what runs through this step and throw it away: a later one is measured instead. Never raises.
+
+        Hooks go at once. A dispatch mode or a profiler belongs to the thread that has begun it, which has to come here
+        as well, unless it has ended and taken them with it.
+        """
         if not self.is_measuring:
             return
         start_ns = time.perf_counter_ns()
-        self.is_measuring = False
-        if source is not None:
+        is_here = get_ident() == self._thread
+        is_over = is_here or all(thread.ident != self._thread for thread in living_threads())
+        if self._source is not None:
             try:
-                source.stop()
+                self._source.stop(is_over=is_over)
             except Exception as error:  # noqa: BLE001 - as above
-                source.give_up(error)
-        self.sampling.discard(num_steps)
-        self.own_ns += time.perf_counter_ns() - start_ns
+                self._source.give_up(error)
+        self.sampling.discard(num_steps, is_over=is_over)
+        self.is_measuring, self.leftover_thread = not is_over, 0 if is_over else self._thread
+        if is_here:
+            self.own_ns += time.perf_counter_ns() - start_ns
 
-    def give_way(self, source: FlopSource | None, num_steps: int) -> None:
+    def close(self, num_steps: int) -> None:
+        """The run is over, perhaps in the middle of a measured step, and perhaps on another thread."""
+        self._is_closed = True
+        self._unwatch()
+        self.discard(num_steps)
+        self.sampling.close()
+
+    def give_way(self, num_steps: int) -> None:
         """A pause begins within the measured step: all of an evaluation would be recorded with it."""
         if self.is_measuring and self._num_in_vain < MAX_IN_VAIN:
             self._num_in_vain += 1
-            self.discard(source, num_steps)
+            self.discard(num_steps)
 
-    def end_capture(self, source: FlopSource | None, num_steps: int, duration_s: float) -> None:
+    def end_capture(self, num_steps: int, duration_s: float) -> None:
         """A step was captured into a graph and not run: its time is lost, and nothing was measured in it."""
-        self.discard(source, num_steps)
+        self.discard(num_steps)
         self._event("pause", name="graph capture", duration_s=duration_s)
 
-    def begin_step(self, source: FlopSource | None, model: nn.Module | None, num_steps: int) -> None:
-        """Measure the step that begins now, if it is time and the budget allows it."""
-        if source is None or model is None or source.is_measuring or self.sampling.running is not None:
+    def begin_step(
+        self,
+        source: FlopSource | None,
+        model: nn.Module | None,
+        num_steps: int,
+        obstacle: Callable[..., str | None],
+    ) -> None:
+        """Measure the step that begins now, if it is time and the budget allows it.
+
+        Args:
+            obstacle: Why it must not be measured, `to_profiler` or at all.
+        """
+        if source is None or model is None or self.is_measuring:
             return
+        self._source = source
         run_s = time.monotonic() - self._started_s
         if source.measures and self.schedule.is_due(num_steps, run_s, self.own_ns / 1e9 + self._threads_s()):
+            self._thread, self.is_measuring = get_ident(), True
             try:
-                source.start()
+                source.start(obstacle(to_profiler=source.mode == "profiler"))
             except Exception as error:  # noqa: BLE001 - as above
                 source.give_up(error)
             self.is_measuring = source.is_measuring
         if not self.is_measuring and self.sampling.plan.is_due(num_steps, run_s, self.share() * run_s):
-            self.sampling.start(model, num_steps)
-            self.is_measuring = True
+            self._thread, self.is_measuring = get_ident(), True
+            self.sampling.start(model, num_steps, obstacle(to_profiler=True))
+        if self._is_closed:  # by another thread, which may have come too early to see it
+            self.discard(num_steps)
 
     def share(self) -> float:
         """Share of the wall time since the start that all of us took."""

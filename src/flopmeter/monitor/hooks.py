@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import get_ident
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _tracing_state = torch._C._get_tracing_state
 """While `torch.jit.trace` runs a model, its; elsewhere None."""
 _is_compiling = torch.compiler.is_compiling
+_MAX_PARTS = 64
+"""Of a wrapper's attributes or a pipeline's stages that are looked at: a list may hold a million samples."""
 _num_forks = 0
 """Of this process and its ancestors: asking the system for the process on every batch costs more than all of a mark."""
 
@@ -105,8 +107,10 @@ class Hooks:
         self._undo.append(follow_optimizer(optimizer, self._listener, self._listener.on_optimizer_end))
 
     def attach_loader(self, loader: Any) -> None:
-        """Time the wait for each batch of a DataLoader, however the loop iterates over it."""
-        self._undo.append(patch_loaders(self._listener, _Feeds(loader)))
+        """Time the wait for each batch of a DataLoader, however the loop iterates over it; or of one that it wraps."""
+        feeds = [_Feeds(inner) for inner in _data_loaders_in(loader)]
+        if feeds:
+            self._undo.append(patch_loaders(self._listener, lambda iterator: any(feed(iterator) for feed in feeds)))
 
     def remove(self) -> None:
         """Take everything away again. Safe to call twice."""
@@ -207,11 +211,10 @@ class _OptimizerHook(OwnHook):
 def _patch_backward(listener: Listener) -> Callable[[], None]:
     """`loss.backward()` looks this name up at each call, so that one patch sees every backward pass."""
     original = torch.autograd.backward
-    thread = get_ident()
     on_backward, on_backward_end = listener.on_backward, listener.on_backward_end
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if _graph_task() != -1 or get_ident() != thread:
+        if _graph_task() != -1:
             return original(*args, **kwargs)
         on_backward(args[0] if args else kwargs.get("tensors"))
         has_failed = True
@@ -242,13 +245,13 @@ def _patch_graphing(hooks: Hooks) -> list[Callable[[], None]]:
 
 
 def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:
-    """Every DataLoader iterator fetches through one method: mark the waits for those that are ours, on this thread."""
+    """Every DataLoader iterator fetches through one method: mark the waits for those that are ours."""
     original = dataloader._BaseDataLoaderIter.__next__
-    thread, num_forks = get_ident(), _num_forks
+    num_forks = _num_forks
     on_wait, on_batch, on_no_batch = listener.on_wait, listener.on_batch, listener.on_no_batch
 
     def fetch(iterator: Any) -> Any:
-        if get_ident() != thread or _num_forks != num_forks or not is_ours(iterator):
+        if _num_forks != num_forks or not is_ours(iterator):
             return original(iterator)
         on_wait()
         try:
@@ -261,6 +264,19 @@ def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Cal
         return batch
 
     return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
+
+
+def _data_loaders_in(loader: Any, depth: int = 3) -> Iterator[Any]:
+    """The DataLoader that this is, or those that it keeps in attributes and lists, as wrappers and pipelines do."""
+    if isinstance(loader, dataloader.DataLoader):
+        yield loader
+    elif depth and not isinstance(loader, (nn.Module, torch.Tensor)):
+        if type(loader) in (list, tuple):
+            parts = loader
+        else:
+            parts = (loader if type(loader) is dict else getattr(loader, "__dict__", {})).values()
+        for part in islice(parts, _MAX_PARTS):
+            yield from _data_loaders_in(part, depth - 1)
 
 
 class _Feeds:

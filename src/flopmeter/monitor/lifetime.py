@@ -144,7 +144,7 @@ class Lifetime:
             return
         before = self._tracker.source
         if before is not None:
-            before.stop()
+            self._steps.discard_measurement()
             self._steps.flush()
             if self._worker is not None:
                 self._worker.drain(DRAIN_S)  # the steps so far are the other model's
@@ -224,7 +224,8 @@ class Lifetime:
         self._early.clear()
         self._steps.put, self._worker.used = self._worker.put, self._steps.copies.used
         self._tracker.background = self._worker
-        self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record
+        # Only the profile of rank 0 reaches the record.
+        self._effort.start_run(is_sampled=self._rank == 0, on_profiler=self._steps.discard_measurement)
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
         if self._at_exit is None:
@@ -308,7 +309,7 @@ class Lifetime:
     def _close(self) -> None:
         """End everything, each part for itself: whatever fails, the hooks are gone and the record is on disk."""
         parts = (
-            self._hooks.remove, self._tracker.end_evaluation, self._stop_measuring, self._steps.flush,
+            self._stop_measuring, self._detach_hooks, self._tracker.end_evaluation, self._steps.flush,
             self._close_timeline, self._tell_last, self._close_record, self._leave_pages, self._say_result,
         )  # fmt: skip
         for part in parts:
@@ -324,9 +325,20 @@ class Lifetime:
     def _stop_measuring(self) -> None:
         """Nothing runs through a step any more, and batches are not looked into."""
         self._tracker.workloads = None
-        if self._tracker.source is not None:
-            self._tracker.source.stop()
-        self._effort.sampling.close()
+        self._tracker.close()
+        self._effort.close(self.num_steps)
+        self._tracker.expect(self._effort.leftover_thread)
+
+    def _detach_hooks(self) -> None:
+        """Take all hooks away: at once, or on the thread that has to take a measurement away, by its next hook."""
+        if self._effort.leftover_thread:
+            self._tracker.discard_measurement = self._detach_hooks_here
+        else:
+            self._hooks.remove()
+
+    def _detach_hooks_here(self) -> None:
+        self._steps.discard_measurement()
+        self._hooks.remove()
 
     def _close_timeline(self) -> None:
         if self._tracker.device_time is not None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import profiler as torch_profiler
 
 from flopmeter.config import MonitorConfig
 from flopmeter.devices import Peak, normalise_dtype, peak_flops
@@ -23,7 +21,6 @@ from flopmeter.flops.estimate import plan_of
 from flopmeter.flops.facts import facts_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
-from flopmeter.flops.patching import replace_attribute
 from flopmeter.flops.prediction import Predictor
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.training_state import training_state
@@ -71,7 +68,6 @@ class FlopSource:
         self._settings = config.monitoring
         self._event = event
         self._measurement: ObservedStep | ProfiledStep | None = None
-        self._undo: Callable[[], None] = _nothing
         self._counters = self._open_counters()
         self._device, self._devices = device_of(self._model), devices_of(self._model)
         self._looked_up: set[tuple[torch.device, str]] = set()
@@ -93,8 +89,6 @@ class FlopSource:
         self._is_watched = True
         self._has_told_difference = False
         self.mode = self._effective_mode()
-        if self.mode == "profiler":
-            profiler_guard.watch()
 
     @property
     def _predictor(self) -> Predictor | None:
@@ -154,9 +148,9 @@ class FlopSource:
             if counters is not None:
                 counters.close()
 
-    def start(self) -> None:
-        """Measure the step that begins now, unless somebody else's tool is at work."""
-        if (reason := self._blocker()) is not None:
+    def start(self, obstacle: str | None) -> None:
+        """Measure the step that begins now, unless something is in the way or somebody else's tool is at work."""
+        if (reason := obstacle or self._blocker()) is not None:
             if reason != self._last_blocker:
                 self._event("warning", message=f"steps are not measured now: {reason}")
             self._last_blocker = reason
@@ -164,36 +158,13 @@ class FlopSource:
         measurement = ProfiledStep(self._device) if self.mode == "profiler" else ObservedStep(self._roots)
         measurement.start()
         self._measurement = measurement
-        if isinstance(measurement, ObservedStep):
-            self._make_way()
-
-    def _make_way(self) -> None:
-        """A profiler of the user's that starts within the observed step would record what observing does.
-
-        The observation is thrown away, at once where the profiler starts on the training thread, which is the one whose
-        operators it records; and a later step is observed.
-        """
-        original: Callable[[], None] | None = getattr(torch_profiler, "_run_on_profiler_start", None)
-        thread = get_ident()
-        if original is None:
-            return
-
-        def run_on_profiler_start() -> None:
-            if get_ident() == thread:
-                try:
-                    self.stop()
-                except Exception as error:  # noqa: BLE001 - the user's profiler must start
-                    self.give_up(error)
-            original()
-
-        self._undo = replace_attribute(torch_profiler, "_run_on_profiler_start", run_on_profiler_start)
 
     def _blocker(self) -> str | None:
         """Why this step must not be measured, or None."""
         if self.mode == "profiler":
-            return profiler_guard.blocker()
-        if getattr(torch_profiler, "_is_profiler_enabled", False) or torch._C._autograd._profiler_enabled():
-            return "a profiler of the training code is running, which would record what observing does"
+            return profiler_guard.step_blocker()
+        if reason := profiler_guard.foreign_profiler():
+            return f"{reason}, and would show our calls"
         if torch._C._len_torch_dispatch_stack():
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
@@ -299,12 +270,18 @@ class FlopSource:
             self._event("warning", message=CHANGED)
         return is_due
 
-    def stop(self) -> None:
-        """The running step is measured no further. Safe to call when none is."""
-        measurement, self._measurement = self._measurement, None
-        if measurement is not None:
-            self._undo()
-            self._undo = _nothing
+    def stop(self, *, is_over: bool = True) -> None:
+        """The running step is measured no further. Safe to call when none is.
+
+        Args:
+            is_over: Whether the calling thread can end the measurement. If not, it is kept for the one that can.
+        """
+        measurement = self._measurement
+        if is_over:
+            self._measurement = None
+        if isinstance(measurement, ProfiledStep):
+            measurement.discard()
+        elif measurement is not None:
             measurement.stop()
 
     def close(self) -> None:
@@ -402,10 +379,6 @@ class FlopSource:
         total = peak.flop_per_s + sum(peak_flops(device, dtype).flop_per_s for device in others)
         note = f"Of {len(others) + 1} devices together. {peak.note}"
         return replace(peak, flop_per_s=total, note=note.rstrip())
-
-
-def _nothing() -> None:
-    """What there is to undo where nothing was done."""
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,6 @@ from time import perf_counter_ns
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.flops import profiler_guard
 from flopmeter.flops.sampled import SampledStep, why_not
 from flopmeter.monitor.header import device_of
 from flopmeter.timing.garbage import GarbageWatch
@@ -56,8 +55,6 @@ class Sampling:
     def start_run(self) -> None:
         """The run begins."""
         self._is_listening = True
-        if self.is_on:
-            profiler_guard.watch()  # here, where a search for profilers under way costs no step
 
     def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
         """An ordinary step was digested; `index` is how many were before it."""
@@ -82,10 +79,10 @@ class Sampling:
         else:
             self._garbage.close()
 
-    def start(self, model: nn.Module, num_steps: int) -> None:
-        """Profile the step that begins now, unless somebody else's profiler is at work."""
+    def start(self, model: nn.Module, num_steps: int, obstacle: str | None) -> None:
+        """Profile the step that begins now, unless something is in the way or somebody else's profiler is at work."""
         device_type = device_of(model).type
-        reason = why_not(device_type)
+        reason = obstacle or why_not(device_type)
         if reason is not None:
             self.plan.postpone(num_steps)
             if reason != self._last_reason:
@@ -117,11 +114,17 @@ class Sampling:
             typical = {} if self.plan.typical_s is None else {"typical_step_s": self.plan.typical_s}
             self._event("profile", step_s=step_s, **typical, **sampled.profile.fields())
 
-    def discard(self, num_steps: int) -> None:
-        """The sampled step turned out to be none to learn from: another one is sampled some steps later."""
-        running, self.running = self.running, None
+    def discard(self, num_steps: int, *, is_over: bool) -> None:
+        """The sampled step turned out to be none to learn from: another one is sampled some steps later.
+
+        Args:
+            is_over: Whether the calling thread can end the sample. If not, it is kept for the one that can.
+        """
+        running = self.running
         if running is None:
             return
+        if is_over:
+            self.running = None
         self.plan.postpone(num_steps)
         try:
             running.discard()
@@ -129,13 +132,10 @@ class Sampling:
             self._switch_off(error)
 
     def close(self) -> None:
-        """The run is over, perhaps in the middle of a sampled step."""
+        """The run is over."""
         self.plan.stop()
-        running, self.running = self.running, None
         self._garbage.close()
         self._tell_garbage()
-        if running is not None:
-            running.stop()
 
     def _switch_off(self, error: Exception) -> None:
         self.plan.stop()

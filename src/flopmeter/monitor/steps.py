@@ -26,6 +26,8 @@ PATIENCE_S, MAX_PATIENCE_S = 1.0, 10.0
 """What the device is given at the end of the run to deliver the last numbers, at least and at most."""
 PATIENCE_STEPS = 4
 """In between, so many times what the longest of the last steps took: a device may be some steps behind."""
+UNTIL_WAIT = 2
+"""Steps after which a wait for a batch of the given loader must have been seen: the first may have come before."""
 LOOK_AGAIN = 8
 """Steps until a measurement that was due and did not begin is tried again; in estimate mode none ever does."""
 
@@ -57,7 +59,7 @@ class Steps:
         """Before so many steps have ended nothing but a record is due. Set to 0 when something else may be."""
         tracker.on_step = self.end
         tracker.num_steps = lambda: self.num_steps
-        tracker.on_pause, tracker.on_capture = self.give_way, self.discard_measurement
+        tracker.on_pause, tracker.discard_measurement = self.give_way, self.discard_measurement
         self._tracker = tracker
         self._clock = tracker.clock
         self._effort = effort
@@ -77,6 +79,7 @@ class Steps:
         """The running step is over. Never raises."""
         try:
             tracker, index = self._tracker, self.num_steps
+            tracker.end_here()
             if tracker.device_time is not None and tracker.device_time.is_capturing():
                 self._end_capture(now_ns)
                 return
@@ -105,12 +108,13 @@ class Steps:
         self._effort.own_ns += perf_counter_ns() - now_ns
 
     def discard_measurement(self) -> None:
-        """What runs through this step would spoil the graph that is made now. Never raises."""
-        self._effort.discard(self._tracker.source, self.num_steps)
+        """Nothing can be learnt from this step, or what runs through it would spoil a graph. Never raises."""
+        self._effort.discard(self.num_steps)
+        self._tracker.expect(self._effort.leftover_thread)
 
     def give_way(self) -> None:
         """A pause begins. Never raises."""
-        self._effort.give_way(self._tracker.source, self.num_steps)
+        self._effort.give_way(self.num_steps)
 
     def tell(self, values: Mapping[str, Any]) -> None:
         """What the loop says of the step that has ended, or of the one that is running once it has a forward pass.
@@ -170,7 +174,7 @@ class Steps:
         """The loop went through a step that did not run: it was captured into a graph."""
         self._tracker.end_step(None)
         marks = self._clock.take(now_ns)
-        self._effort.end_capture(self._tracker.source, self.num_steps, (marks[-1] - marks[0]) / 1e9)
+        self._effort.end_capture(self.num_steps, (marks[-1] - marks[0]) / 1e9)
 
     def _settle(self, record: StepRecord) -> None:
         """Another step has ended: nothing more will be said of this one.
@@ -200,6 +204,8 @@ class Steps:
         tracker, effort, every = self._tracker, self._effort, self._details_every
         if num_steps <= WARMUP_STEPS:
             record.marks = ("warmup",)
+        if num_steps >= UNTIL_WAIT:
+            tracker.check_waits()
         if tracker.blocking is not None:
             record.blocked_ns = tracker.blocking.take()
         if tracker.device_time is not None:
@@ -215,7 +221,7 @@ class Steps:
         if num_steps % every == 0:
             record.datasets = copied_to_host(self._datasets.take(), self.copies)
         if num_steps >= effort.schedule.next_step or num_steps >= self._sampling_plan.next_step:
-            effort.begin_step(tracker.source, self.model, num_steps)
+            effort.begin_step(tracker.source, self.model, num_steps, tracker.obstacle)
         effort.sampling.listen(is_ordinary=num_steps >= WARMUP_STEPS and not effort.is_measuring)
         has_more = tracker.blocking is not None or tracker.device_time is not None or effort.is_measuring
         if has_more or num_steps < WARMUP_STEPS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,20 @@ IN_STEP = (
     "forward passes without gradients belong to the step here: their time is step time, their FLOPs are not counted; "
     'if they are an evaluation, tell it by pause("eval")'
 )
+FETCHED_ELSEWHERE = (
+    "batches are fetched on another thread than the one that trains: the wait for data is not timed; to time it, "
+    "iterate over monitor.batches(loader) where the loop takes its batches"
+)
+NOT_FETCHED = (
+    "no batch was seen to come from the given loader ({}): the wait for data is not timed; to time it, iterate over "
+    "monitor.batches(loader)"
+)
+CALLED_ELSEWHERE = (
+    "the model is called with gradients on another thread than the one that trains: those passes count, and are not "
+    "timed"
+)
+STEPS_PER_MOVE = 10
+"""Steps on one thread until one may be measured, for each time that the training has moved from a thread to another."""
 
 MANY_DUMMIES = 10
 """Optimizer steps with no pass before them, in a run without any step: one or two are a checkpoint that is loaded."""
@@ -48,6 +63,10 @@ NOT_CALLED = (
 
 class StepTracker:
     """Listens to the hooks. Its methods run on every step, on the training thread: they only move clocks.
+
+    The training thread is the one that ended the last step; from the first step on that begins on another one, that is
+    it, unless only the forward passes run elsewhere, as those of nn.DataParallel's copies do. What other threads do
+    is not timed.
 
     Args:
         on_start: Called before the first forward pass.
@@ -82,9 +101,22 @@ class StepTracker:
         """Gives the steps that have ended."""
         self.on_pause: Callable[[], None] = lambda: None
         """Called when an evaluation or another pause begins. Must not raise."""
-        self.on_capture: Callable[[], None] = lambda: None
-        """Called when a forward pass is captured into a graph, or a pass has failed: nothing is learnt from the step.
-        Must not raise."""
+        self.discard_measurement: Callable[[], None] = lambda: None
+        """Called when nothing can be learnt from the running step, and on a thread that has to take away what it
+        measured with. Must not raise."""
+        self._thread = self._training_thread = get_ident()
+        """The first is 0 while something is left over or nothing is to be done: then all hooks look closer."""
+        self._has_trained = False
+        self._forward_thread = 0
+        self._leftover_thread = 0
+        self.is_closed = False
+        """Whether nothing is timed any more."""
+        self.loader_kind = ""
+        """What the user has given as the loader, if anything: a wait for it is expected then."""
+        self._num_moves = 0
+        self._moved_at = 0
+        self.is_spread = False
+        """Whether the forward passes of the last step ran on other threads than the one that ended it."""
         self._on_start = on_start
         self._on_failure = on_failure
         self._event = event
@@ -122,6 +154,65 @@ class StepTracker:
         self._num_waits = 0
         self._waiting_since: tuple[int, int] | None = None
 
+    def is_elsewhere(self, *, is_in_optimizer: bool = False) -> bool:
+        """Whether the calling thread is another one than the one that trains."""
+        thread = get_ident()
+        if thread == self._thread:
+            return False
+        # An optimizer goes through its hooks while one is called: none may be taken away there.
+        if thread == self._leftover_thread and not is_in_optimizer:
+            self._leftover_thread = 0
+            self._thread = 0 if self.is_closed else self._training_thread
+            self.discard_measurement()
+        return self.is_closed or thread != self._training_thread
+
+    def expect(self, leftover_thread: int) -> None:
+        """This thread has something to take away, which no other one can: its next hook will."""
+        self._leftover_thread = leftover_thread
+        self._thread = 0 if leftover_thread or self.is_closed else self._training_thread
+
+    def close(self) -> None:
+        """From now on nothing is timed."""
+        self.is_closed, self._thread = True, 0
+
+    def begins_here(self) -> bool:
+        """A thread that did not train calls the model with gradients: does the training go on here?"""
+        if self.is_closed or (self._has_trained and (self.has_forward or self.is_spread)):
+            return False
+        self._move_here()
+        return True
+
+    def end_here(self) -> None:
+        """A step ends on the calling thread, wherever it began."""
+        thread = get_ident()
+        if thread != self._training_thread:
+            self._move_here()
+        self.is_spread = self._forward_thread not in (0, thread)
+        self._has_trained = True
+
+    def _move_here(self) -> None:
+        if self._has_trained:
+            self._num_moves += 1
+            self._moved_at = self.num_steps()
+            self.discard_measurement()
+        self._training_thread = get_ident()
+        if self._thread:
+            self._thread = self._training_thread
+        self._has_trained = True
+
+    def obstacle(self, *, to_profiler: bool) -> str | None:
+        """Why the next step must not be measured, as far as threads go."""
+        if self.num_steps() - self._moved_at < STEPS_PER_MOVE * self._num_moves:
+            return "the steps run on changing threads"
+        if to_profiler and self.is_spread:
+            return "the forward passes run on other threads than the optimizer, where torch's profiler sees nothing"
+        return None
+
+    def check_waits(self) -> None:
+        """A loader was given: has any wait for it been seen?"""
+        if self.loader_kind and not self._num_waits and FETCHED_ELSEWHERE not in self._told:
+            self._tell(NOT_FETCHED.format(self.loader_kind))
+
     def _tell(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
@@ -129,6 +220,12 @@ class StepTracker:
             self._event("warning", message=message)
 
     def on_wait(self) -> None:
+        if get_ident() != self._thread and self.is_elsewhere():
+            if self._has_trained or self.is_closed:
+                if not self.is_closed and not self.num_pauses:
+                    self._tell(FETCHED_ELSEWHERE)
+                return
+            self._thread = self._training_thread = get_ident()  # as long as nobody has trained, whoever fetches will
         if self.num_pauses:
             return
         if not self._has_begun:
@@ -151,6 +248,8 @@ class StepTracker:
         self._end_wait(OTHER, "other")
 
     def _end_wait(self, phase: int, mark: str) -> None:
+        if get_ident() != self._thread and self.is_elsewhere():
+            return
         if not self.num_pauses:
             self._note((perf_counter_ns(), phase))
             if self.device_time is not None:
@@ -161,8 +260,14 @@ class StepTracker:
             self.wait_cpu_share = min(1.0, cpu_ns / wall_ns) if wall_ns > 0 else None
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.num_pauses:  # an evaluation that keeps gradients on
+        is_elsewhere = get_ident() != self._thread and self.is_elsewhere() and not self.begins_here()
+        if self.num_pauses or self.is_closed:  # an evaluation that keeps gradients on
             return
+        self._forward_thread = get_ident()
+        if is_elsewhere:
+            self._forward_elsewhere(args, kwargs)
+            return
+        self._has_trained = True
         if self._is_first:
             self._begin()
         if self.is_evaluating:
@@ -172,7 +277,7 @@ class StepTracker:
             self.has_forward = self.has_backward = self._is_stepping = False
         if self.has_failed:
             self.has_failed = False
-            self.on_capture()
+            self.discard_measurement()
         self.forward_ns = now_ns = perf_counter_ns()
         self._note((now_ns, FORWARD))
         if self.has_forward:  # another micro-batch, or a loop that never steps
@@ -182,8 +287,21 @@ class StepTracker:
         if self.device_time is not None:
             self.device_time.mark("forward")
             if self.device_time.is_capturing():
-                self.on_capture()
+                self.discard_measurement()
                 return  # to look into the batch would spoil the user's graph
+        self._see(args, kwargs)
+
+    def _forward_elsewhere(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A part of the batch goes through a copy of the model on a thread of its own, or all of it through a pool."""
+        self._tell(CALLED_ELSEWHERE)
+        if not self.is_spread:
+            self.discard_measurement()  # what was begun with the step does not see it
+        if self._is_first:
+            self._begin()
+        self.has_forward = True
+        self._see(args, kwargs)
+
+    def _see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.workloads is not None:
             try:
                 self.workloads.see(args, kwargs)
@@ -208,7 +326,7 @@ class StepTracker:
             self._on_failure("the start of the run", error)
 
     def on_forward_end(self, exception: int = id(None)) -> None:
-        if not self.num_pauses:
+        if not self.num_pauses and (get_ident() == self._thread or not self.is_elsewhere()):
             self._note((perf_counter_ns(), OTHER))  # not on the device: what the loss takes belongs to forward there
             if self._passes:
                 num_before, had_forward, handled = self._passes.pop()
@@ -240,7 +358,7 @@ class StepTracker:
         Args:
             is_training: Whether it is in training mode.
         """
-        if self.num_pauses:
+        if (get_ident() != self._thread and self.is_elsewhere()) or self.num_pauses:
             return
         is_in_step = self._takes_in(is_training)
         if self._is_first:  # before a step it is start-up
@@ -289,13 +407,13 @@ class StepTracker:
                 self.device_time.mark("forward")
 
     def on_evaluation_end(self) -> None:
-        if self._is_in_bare_forward:
+        if self._is_in_bare_forward and (get_ident() == self._thread or not self.is_elsewhere()):
             self._is_in_bare_forward = False
             if not self.num_pauses:
                 self.clock.switch(OTHER)
 
     def on_backward(self, roots: Any) -> None:
-        if self.num_pauses:
+        if (get_ident() != self._thread and self.is_elsewhere()) or self.num_pauses:
             return
         if self.is_evaluating:  # of something that no marked forward pass came before
             self.end_evaluation()
@@ -311,7 +429,7 @@ class StepTracker:
                 self.blocking.on_backward(roots)
 
     def on_backward_end(self, *, has_failed: bool = False) -> None:
-        if self.num_pauses:
+        if (get_ident() != self._thread and self.is_elsewhere()) or self.num_pauses:
             return
         if has_failed:
             self._drop(self._num_backward)
@@ -330,7 +448,7 @@ class StepTracker:
         self._has_stepped_in_backward = True
 
     def on_optimizer(self) -> None:
-        if self.num_pauses:
+        if (get_ident() != self._thread and self.is_elsewhere(is_in_optimizer=True)) or self.num_pauses:
             return
         self._note((perf_counter_ns(), OPTIMIZER))
         self._is_stepping = True
@@ -338,10 +456,11 @@ class StepTracker:
             self.device_time.mark("optimizer")
 
     def on_optimizer_end(self, is_step_over: bool | None = None) -> None:
-        if self.num_pauses:
+        if self.num_pauses or self.is_closed:
             return
         now_ns = perf_counter_ns()
-        self._note((now_ns, OTHER))
+        if get_ident() == self._thread or not self.is_elsewhere(is_in_optimizer=True):
+            self._note((now_ns, OTHER))
         self._is_stepping = False
         is_open = self.has_forward or self.has_backward
         if is_open if is_step_over is None else is_step_over:  # several optimizers in a row: one step

@@ -27,6 +27,7 @@ MOST = 1 << 53
 """Numbers of steps beyond it are not exact in every reader."""
 MAX_REFUSED = 20
 """Warnings of arguments: a loop may make up a new name at every step."""
+BESIDE = "on another thread than the one that trains: not taken out of the steps, and no time that was lost"
 
 _T = TypeVar("_T")
 
@@ -72,6 +73,7 @@ class TrainingMonitor(Lifetime):
             self._hooks.attach_optimizer(optimizer)
         if loader is not None:
             self._hooks.attach_loader(loader)
+            self._tracker.loader_kind = type(loader).__name__
 
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings.
@@ -127,6 +129,9 @@ class TrainingMonitor(Lifetime):
             self._refuse("phase", error)
             yield
             return
+        if self._tracker.is_elsewhere():
+            yield
+            return
         device_time = self._tracker.device_time if not self._tracker.num_pauses else None
         if device_time is not None:
             device_time.mark(name)
@@ -139,8 +144,20 @@ class TrainingMonitor(Lifetime):
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Time something between steps (eval, checkpoint): it is lost time, not step time."""
+        """Time something between steps (eval, checkpoint): it is lost time, not step time.
+
+        On another thread than the one that trains it is noted (event `beside`), and no time is lost.
+        """
         self.start_training()
+        if self._tracker.is_elsewhere():
+            start_ns = perf_counter_ns()
+            try:
+                yield
+            finally:
+                if not self._tracker.is_closed:
+                    duration_s = (perf_counter_ns() - start_ns) / 1e9
+                    self._event("beside", name=name, duration_s=duration_s, message=BESIDE)
+            return
         self._tracker.end_evaluation()
         self._tracker.num_pauses += 1
         try:
