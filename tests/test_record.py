@@ -556,7 +556,7 @@ def test_a_writer_makes_the_folders_that_are_missing_and_takes_those_that_exist(
     path = tmp_path / "a" / "b" / "run.jsonl"
     for number in (1, 2):
         writer = RunWriter(path)
-        writer.write({"kind": "event", "event": "note", "number": number})
+        writer.write(HEADER | {"number": number})
         writer.close()
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]
 
@@ -697,7 +697,9 @@ def test_what_is_at_the_path_of_a_run_that_begins(
 ) -> None:
     found, started_at = look_at(write_lines(tmp_path / "run.jsonl", *content))
     assert found == expected
-    assert started_at == (100.0 if expected and content[0] != b"[]" else pytest.approx(time.time(), abs=600) if expected else 0.0)
+    assert started_at == (
+        100.0 if expected and content[0] != b"[]" else pytest.approx(time.time(), abs=600) if expected else 0.0
+    )
     assert look_at(tmp_path / "missing") == ("", 0.0)
 
 

@@ -207,12 +207,11 @@ class Worker:
     def put(self, item: Any) -> None:
         """Hand over an item: a step for `digest`, or a finished line. Never waits for the disk."""
         num_queued = len(self._queue)
-        if num_queued >= FEW_QUEUED:
-            if num_queued >= MAX_QUEUED_STEPS:
-                self.num_dropped += 1
-                return
-            if type(item) is StepRecord and num_queued * item.held_bytes() > MAX_HELD_BYTES:
-                item.let_go()
+        if num_queued >= MAX_QUEUED_STEPS:
+            self.num_dropped += 1
+            return
+        if num_queued >= FEW_QUEUED and type(item) is StepRecord and num_queued * item.held_bytes() > MAX_HELD_BYTES:
+            item.let_go()
         self._queue.append(item)
         if num_queued == self._flush_every:  # short steps: so many may be lost, no more
             self.due_ns = 0
