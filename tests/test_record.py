@@ -18,8 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flopmeter.errors import RecordError
-from flopmeter.record import Run, RunWriter, has_ended, load_run, write_training_log
+from flopmeter.record import Run, RunWriter, load_run, write_training_log
 from flopmeter.record import reader as reader_module
+from flopmeter.record.reader import look_at
 from flopmeter.record.rows import Rows
 from flopmeter.record.writer import encode
 
@@ -555,7 +556,7 @@ def test_a_writer_makes_the_folders_that_are_missing_and_takes_those_that_exist(
     path = tmp_path / "a" / "b" / "run.jsonl"
     for number in (1, 2):
         writer = RunWriter(path)
-        writer.write({"kind": "event", "event": "note", "number": number})
+        writer.write(HEADER | {"number": number})
         writer.close()
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]
 
@@ -679,23 +680,27 @@ def test_a_path_that_is_not_there_names_the_run_that_was_likely_meant(tmp_path: 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ([{"kind": "summary"}], True),
-        ([HEADER, {"kind": "summary"}, b"\n\n"], True),
-        ([HEADER, {"kind": "summary"}, HEADER], False),
-        ([HEADER, b'{"kind": "summ'], False),
-        ([b"[]"], False),
-        ([], False),
+        ([HEADER, {"kind": "summary"}], "ended"),
+        ([HEADER, {"kind": "summary"}, b"\n\n"], "ended"),
+        ([HEADER, {"kind": "summary"}, HEADER], "running"),
+        ([HEADER, b'{"kind": "summ'], "running"),
+        ([HEADER, b"\xff\xfe not text"], "running"),
+        ([HEADER, b"[" * 100_000], "running"),
+        ([HEADER | {"schema": 7}], "foreign"),
+        ([b"[]"], "foreign"),
+        ([], ""),
     ],
-    ids=["alone", "and empty lines", "a further start", "torn", "no object", "empty"],
+    ids=["ended", "and empty lines", "a further start", "torn", "not UTF-8", "nested", "schema", "no object", "empty"],
 )
-def test_a_run_has_ended_when_its_last_line_is_a_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: list[dict[str, Any] | bytes], expected: bool
+def test_what_is_at_the_path_of_a_run_that_begins(
+    tmp_path: Path, content: list[dict[str, Any] | bytes], expected: str
 ) -> None:
-    path = write_lines(tmp_path / "run.jsonl", *content)
-    assert has_ended(path) is expected
-    monkeypatch.setattr(reader_module, "MAX_LINE_BYTES", 40)  # the end of a long file is enough
-    assert has_ended(path) is expected
-    assert not has_ended(tmp_path / "missing")
+    found, started_at = look_at(write_lines(tmp_path / "run.jsonl", *content))
+    assert found == expected
+    assert started_at == (
+        100.0 if expected and content[0] != b"[]" else pytest.approx(time.time(), abs=600) if expected else 0.0
+    )
+    assert look_at(tmp_path / "missing") == ("", 0.0)
 
 
 def test_rows_are_dealt_out_when_enough_of_them_wait() -> None:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from typing import Any
 
 
 class FlopmeterError(Exception):
@@ -74,6 +76,28 @@ def sign_warnings() -> None:
 
 
 _LOGGER = logging.getLogger("flopmeter")
+
+
+class _Harmless(logging.Logger):
+    """A handler, filter or record factory of the program's that raises never reaches the training loop through us.
+
+    Every warning of ours goes through this one logger, and most of them come from inside the loop.
+    """
+
+    def makeRecord(  # noqa: N802 - the name is logging's
+        self, name: str, level: int, fn: str, lno: int, msg: object, args: Any, exc_info: Any, *rest: Any, **more: Any
+    ) -> logging.LogRecord:
+        try:
+            return super().makeRecord(name, level, fn, lno, msg, args, exc_info, *rest, **more)
+        except Exception:  # noqa: BLE001 - the program's own factory: the plain record does
+            return logging.LogRecord(name, level, fn, lno, msg, args, exc_info)
+
+    def handle(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # nobody is left to tell
+            super().handle(record)
+
+
+_LOGGER.__class__ = type("HarmlessLogger", (_Harmless, type(_LOGGER)), {})  # whatever class the program gives loggers
 
 
 class _Signed(logging.Handler):

@@ -14,6 +14,8 @@ from flopmeter.report import REPORT_FILE, check_format, place_of, render_facts, 
 if TYPE_CHECKING:
     from flopmeter.record import Run
 
+TRAINING_LOG = "training_log"
+
 
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder, its run file, or a profiler trace.")],
@@ -26,7 +28,12 @@ def command(
         ),
     ] = None,
     format: Annotated[
-        str | None, typer.Option("--format", help="html, md, json or txt; without -o the last three go to stdout.")
+        str | None,
+        typer.Option(
+            "--format",
+            help="html, md, json or txt; without -o the last three go to stdout. training_log: every step as one JSON "
+            "document, training_log.json beside the run file.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the same as --format json.")] = False,
 ) -> None:
@@ -37,6 +44,9 @@ def command(
     if as_json and format not in (None, "json"):
         raise typer.BadParameter(f"--json and --format {format} contradict each other: give one of them")
     format = "json" if as_json else format
+    if format == TRAINING_LOG:
+        _write_training_log(run, output)
+        return
     if format is not None:
         check_format(format)
     goes_to_stdout = output is None and format not in (None, "html")
@@ -64,6 +74,18 @@ def command(
         show(facts, console)
         console.print()
     typer.echo(f"Report: {target}")
+
+
+def _write_training_log(path: Path, output: Path | None) -> None:
+    from flopmeter.record import load_run, write_training_log
+
+    run = load_run(path)
+    target = output or run.path.with_name(f"{TRAINING_LOG}.json")
+    try:
+        write_training_log(run, target)
+    except OSError as error:
+        raise RecordError(f"cannot write the training log to {target}: {error.strerror}") from None
+    typer.echo(f"Training log: {target}")
 
 
 def _default_place(run: Run) -> Path:

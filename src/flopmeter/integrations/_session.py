@@ -97,7 +97,7 @@ class Session:
         self._is_over = True
         self._loaders.remove()
         summary = self._monitor.finish_training()
-        if not self._monitor.run_path.exists():
+        if not self._monitor.has_record:
             return f"no record: nothing could be written to {self._monitor.output_dir}"
         return last_words(
             summary,

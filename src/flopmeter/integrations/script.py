@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from time import monotonic
@@ -48,7 +49,14 @@ def install(settings: str) -> None:
     sign_warnings()
     program = Program(**json.loads(settings))
     program.follow()
-    atexit.register(program.finish)
+
+    def finish() -> None:
+        try:
+            program.finish()
+        except Exception as error:  # noqa: BLE001 - the program may have taken apart what we would need
+            logger.warning("the record could not be closed: %s: %s", type(error).__name__, error)
+
+    atexit.register(finish)
 
 
 class Program:
@@ -105,7 +113,8 @@ class Program:
         for undo in self._undo:
             undo()
         if self._session is not None:
-            self._last_words = self._session.finish()
+            with suppress(KeyboardInterrupt):  # who presses Ctrl-C again does not want to wait
+                self._last_words = self._session.finish()
         said = self._last_words or f"nothing to measure: {self._reason}"
         if self._num_records > 1:
             beyond = "; those after it were not measured" if self._has_more else ""
@@ -113,9 +122,8 @@ class Program:
         has_failed = hasattr(sys, "last_type")  # python has told of it: that is why there is nothing
         is_said = not self._is_quiet and bool(self._last_words or not has_failed)
         if is_said and os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
-            print(f"flopmeter: {said}", file=sys.stderr)
-        if self._num_records:
-            import_module("flopmeter.monitor.ending").keep_interrupt()
+            with suppress(OSError, ValueError):  # the program may have closed it
+                print(f"flopmeter: {said}", file=sys.stderr)
 
     def _is_ours(self) -> bool:
         """Not a forked worker, and not a thread beside the one that trains."""

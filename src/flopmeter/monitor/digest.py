@@ -17,7 +17,7 @@ from flopmeter.dataset_metrics import resolve as resolve_datasets
 from flopmeter.flops.workload import Workload
 from flopmeter.metrics import Step, Window
 from flopmeter.monitor.ranks import rank_step, scaled
-from flopmeter.monitor.workloads import Seen, resolve
+from flopmeter.monitor.workloads import Lengths, Seen, resolve
 from flopmeter.schema import PHASES, StepMark
 from flopmeter.timing import BACKWARD, StepTime, split
 from flopmeter.timing.late import Arrival, HostCopies, is_ready, read, without_late
@@ -75,6 +75,19 @@ class StepRecord(Struct, gc=False):
                 self._forget_copies()
             self.arrival = None
         return is_ready(self.values)
+
+    def held_bytes(self) -> int:
+        """Memory of the batch that it keeps alive: masks on the host, or what they are a part of."""
+        return sum(item.tensor.untyped_storage().nbytes() for item in self.seen if type(item) is Lengths)
+
+    def let_go(self) -> None:
+        """Sum the masks up now, on the training thread, where too many steps wait."""
+        if self.arrival is None:
+            try:
+                workload = resolve(self.seen)
+            except Exception:  # noqa: BLE001 - a mask that cannot be read says nothing of the step
+                workload = None
+            self.seen = () if workload is None else (workload,)
 
     def forget_late(self) -> None:
         """What is still on its way is unknown for good."""

@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -27,7 +28,7 @@ from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
-from flopmeter.monitor.ending import keep_interrupt, unhandled
+from flopmeter.monitor.ending import Endings, unhandled
 from flopmeter.monitor.header import device_name, device_of, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.last_words import last_words
@@ -37,7 +38,7 @@ from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
 from flopmeter.monitor.workloads import WorkloadReader
-from flopmeter.record import RunWriter, has_ended, load_run, write_training_log
+from flopmeter.record import Run, RunWriter, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import RUN_FILE
@@ -50,6 +51,12 @@ MAX_FAILURES = 3
 DRAIN_S = 10.0
 MAX_EARLY = 1000
 """Logs from before the record is begun."""
+STEPS_READ_PER_S = 10_000
+"""Steps of a record that even a slow machine reads in a second: a long one is waited for longer."""
+SIGNAL_S = 5.0
+"""What the record is given when a signal ends the process: launchers kill after 10 to 30 s."""
+MAX_STEPS_IN_LOG = 20_000
+"""Beyond it `training_log.json` is written when it is asked for: nobody waits for it at the end of a long run."""
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
@@ -124,6 +131,9 @@ class Lifetime:
         """Events from before the start: they follow the header."""
         self._pid = os.getpid()
         self._failure: str | None = None
+        self._is_disk_well = True
+        self._is_interrupted = False
+        """Whether Ctrl-C has ended the program: then no more is loaded than the record needs."""
         self._last_summary: dict[str, float] = {}
         self._model: nn.Module | None = None
 
@@ -182,23 +192,23 @@ class Lifetime:
         if self._state != "new":
             return
         self._state = "running"
+        try:
+            self._start_record()
+        except Exception as error:  # noqa: BLE001 - the process may have no more threads, or memory
+            self._give_up()
+            logger.warning("nothing is measured: the run could not begin (%s: %s)", type(error).__name__, error)
+        if self._worker is not None and self._worker.is_refused:  # which was said
+            self._rank = -1  # neither a rank of this job nor the keeper of its record
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._num_failures = MAX_FAILURES
+        self._steps.switch_off()
+        self._guarded(self._hooks.remove)
+
+    def _start_record(self) -> None:
         self._pid = os.getpid()
         self._rank = my_rank() or 0
-        writer = RunWriter(record_path(self._folder, self._rank, self.config))
-        if not writer.claim():
-            self._rank = -1  # neither a rank of this job nor the keeper of its record
-            self._hooks.remove()
-            self._steps.switch_off()
-            logger.warning(
-                "%s is being written by another process: nothing is measured here; give each run an output_dir of its "
-                "own, and call init_process_group before the first forward pass", self.run_path,
-            )  # fmt: skip
-            return
-        if self._rank == 0 and has_ended(self.run_path):
-            logger.warning(
-                "%s holds a run that has ended; this one is added to it, as after a restart: give each run an "
-                "output_dir of its own to keep them apart", self.output_dir,
-            )  # fmt: skip
         source = self._tracker.source
         if source is not None:
             source.follow_model()  # it may have been moved since
@@ -206,7 +216,7 @@ class Lifetime:
         header = {**make_header(self._model, self.config, dict(peaks)), "rank": self._rank}
         context = SinkContext(config=self.config, output_dir=self._folder, header=header, rank=self._rank)
         self._worker = Worker(
-            writer,
+            RunWriter(record_path(self._folder, self._rank, self.config)),
             sink_names(self.config, self._rank),
             context,
             self._digest,
@@ -231,6 +241,7 @@ class Lifetime:
         if self._at_exit is None:
             self._at_exit = _finish_at_exit(self)
             self._clock.start()
+        ENDINGS.add(self)
 
     def _begin(self) -> None:
         """The first forward pass: by now the model is where it trains, and ranks know each other."""
@@ -267,6 +278,7 @@ class Lifetime:
             self._start()
         if self._state == "running" and os.getpid() == self._pid:
             self._state = "finished"
+            ENDINGS.remove(self)
             self._close()
             if self._at_exit is not None:
                 atexit.unregister(self._at_exit)
@@ -274,14 +286,59 @@ class Lifetime:
 
     def summary(self) -> dict[str, float]:
         """This start so far in a few numbers, from the job's record; nothing on a rank that does not keep it."""
-        if self._rank != 0:
-            return {}
-        try:
-            run = load_run(self.run_path)
-        except FlopmeterError as error:
-            logger.warning("no summary: %s", error)
+        return self._sum_up(self._read_back())
+
+    @staticmethod
+    def _sum_up(run: Run | None) -> dict[str, float]:
+        if run is None:
             return {}
         return summarise(run.columns, [place for place in run.steady() if place >= run.starts[-1]])
+
+    @property
+    def has_record(self) -> bool:
+        """Whether there is a run file that can be read back."""
+        return self._worker is not None and self._worker.has_record
+
+    def _read_back(self, and_do: Callable[[Run], None] | None = None, timeout_s: float | None = None) -> Run | None:
+        """The job's record so far, read beside the training thread; None, with a warning, where that is not possible.
+
+        Args:
+            and_do: Done with it on the thread that reads it.
+            timeout_s: None: by its length.
+        """
+
+        def read() -> Run:
+            run = load_run(self.run_path)
+            if and_do is not None:
+                and_do(run)
+            return run
+
+        run, reason = None, "the disk does not answer"
+        if self._rank != 0 or not self.has_record or self._worker is None:
+            return None
+        try:
+            run = self._worker.ask(read, timeout_s or DRAIN_S + self.num_steps / STEPS_READ_PER_S)
+        except (FlopmeterError, OSError) as error:
+            reason = str(error)
+        if run is None:
+            logger.warning("the record cannot be read back: %s", reason)
+        return run
+
+    def end_by_signal(self, name: str) -> None:
+        """The process is about to die: what was measured and a last line go to disk. From another thread, bounded."""
+        self._failure = name
+        self._steps.switch_off()
+        self._guarded(self._steps.flush)
+        if self._worker is not None:
+            metrics = self._sum_up(self._read_back(timeout_s=SIGNAL_S))
+            self._worker.close([self._last_line(metrics)], timeout_s=SIGNAL_S)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the record is the parent's."""
+        self._steps.switch_off()
+        if self._worker is not None:
+            self._worker.abandon()
+            self._steps.put = self._worker.put
 
     def detach(self) -> None:
         """Take all hooks away: a run that could not begin has nothing more to do with the loop."""
@@ -310,7 +367,7 @@ class Lifetime:
         """End everything, each part for itself: whatever fails, the hooks are gone and the record is on disk."""
         parts = (
             self._stop_measuring, self._detach_hooks, self._tracker.end_evaluation, self._steps.flush,
-            self._close_timeline, self._tell_last, self._close_record, self._leave_pages, self._say_result,
+            self._close_timeline, self._tell_last, self._close_record, self._say_result,
         )  # fmt: skip
         for part in parts:
             self._guarded(part)
@@ -357,29 +414,35 @@ class Lifetime:
             self._tracker.source.close()
         if self._ranks is not None:
             self._ranks.close(PATIENCE_S if self._failure is None else 0.0)
-        self._worker.drain(DRAIN_S)
+        self._is_disk_well = self._worker.drain(DRAIN_S)
 
     def _close_record(self) -> None:
         if self._worker is None:
             return
-        self._last_summary = self.summary()
-        line = {"kind": "summary", "time": time.time(), "num_steps": self.num_steps, "metrics": self._last_summary}
-        if self._failure is not None:
-            line["failure"] = self._failure
-        self._worker.close([line])
+        self._last_summary = self.summary() if self._is_disk_well else {}
+        line = self._last_line(self._last_summary)
+        self._worker.close([line], self._leave_pages if self._rank == 0 and self.has_record else None)
         if self._resources is not None:
             self._resources.close()
 
+    def _last_line(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        line = {"kind": "summary", "time": time.time(), "num_steps": self.num_steps, "metrics": metrics}
+        return line if self._failure is None else {**line, "failure": self._failure}
+
     def _leave_pages(self) -> None:
-        if self._rank == 0 and self.run_path.exists():
-            run = load_run(self.run_path)
+        """Run on the thread that owns the disk, when the record is closed."""
+        run = load_run(self.run_path)
+        if len(run) <= MAX_STEPS_IN_LOG:
             write_training_log(run, self.log_path)
-            if self.config.monitoring.report:
-                self._report = leave_report(run)
+        else:
+            asked = f"flopmeter report {self.output_dir} --format training_log"
+            logger.warning("%d steps: %s is made by  %s", len(run), self.log_path.name, asked)
+        if self.config.monitoring.report and not self._is_interrupted:
+            self._report = leave_report(run)
 
     def _say_result(self) -> None:
         """One line where a sink is for people to read."""
-        if self.is_silent_at_end or self._rank != 0 or not self.num_steps or not self.run_path.exists():
+        if self.is_silent_at_end or self._rank != 0 or not self.num_steps or not self.has_record:
             return
         place = f"run: {self.output_dir}" if self._report is None else f"report: {seen_from_here(self._report)}"
         why_unknown = "" if self._model is not None else "no model was named"
@@ -422,6 +485,10 @@ class Lifetime:
         logger.warning("%s failed (%s: %s); training goes on%s", where, type(error).__name__, error, off)
 
 
+ENDINGS = Endings()
+"""Of all monitors of this process."""
+
+
 def _finish_at_exit(monitor: Lifetime) -> Callable[[], None]:
     """A forgotten `finish_training` still leaves a complete record; the monitor can be collected all the same.
 
@@ -434,7 +501,8 @@ def _finish_at_exit(monitor: Lifetime) -> Callable[[], None]:
         if alive is not None and alive._state != "finished" and os.getpid() == pid:
             error = unhandled()
             alive._failure = error.__name__ if error is not None else None
-            alive.finish_training()
-            keep_interrupt()
+            alive._is_interrupted = error is not None and issubclass(error, KeyboardInterrupt)
+            with suppress(KeyboardInterrupt):  # who presses Ctrl-C again does not want to wait
+                alive.finish_training()
 
     return atexit.register(finish)

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from flopmeter.config import MonitorConfig
 from flopmeter.errors import ConfigError
 from flopmeter.monitor.digest import Log
-from flopmeter.monitor.lifetime import DRAIN_S, MAX_FAILURES, Lifetime, harmless
+from flopmeter.monitor.lifetime import MAX_FAILURES, Lifetime, harmless
 from flopmeter.monitor.tracker import StepTracker
-from flopmeter.record import load_run, write_training_log
+from flopmeter.record import write_training_log
 from flopmeter.schema import PHASES
 from flopmeter.timing.late import LateNumber, LateNumbers
 
@@ -313,11 +313,7 @@ class TrainingMonitor(Lifetime):
     @harmless
     def save_logs(self) -> None:
         """Write the run so far as one JSON document (`training_log.json`); rank 0 does it for the job."""
-        if self._rank != 0:
-            return
-        if self._worker is not None:
-            self._worker.drain(DRAIN_S)
-        write_training_log(load_run(self.run_path), self.log_path)
+        self._read_back(lambda run: write_training_log(run, self.log_path))
 
     def latest(self, wait_s: float = 0.0) -> dict[str, float]:
         """`perf/*` over the steps since the last call, as far as they are digested; empty when none are.

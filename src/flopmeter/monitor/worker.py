@@ -1,7 +1,8 @@
 """The thread that owns all output: the run file and the sinks. The training thread only hands lines over.
 
 Whatever a sink does (raise, hang, dawdle), the others go on and the training never waits: each sink has a thread and a
-bounded queue of its own, and what does not fit is counted and reported.
+bounded queue of its own, and what does not fit is counted and reported. Whatever touches the run's folder runs on this
+thread, also at the start and at the end, and is waited for only so long: a disk may hang for ever.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
-from flopmeter.monitor.digest import BASICS, Delivery
+from flopmeter.monitor.digest import BASICS, Delivery, StepRecord
 from flopmeter.record import RunWriter
 from flopmeter.sinks import Sink, SinkContext, open_sink, takes_every_step
 
 logger = logging.getLogger("flopmeter")
 
 MAX_QUEUED_STEPS = 10_000
+MAX_HELD_BYTES = 32 << 20
+"""What waiting steps may keep alive of the batches' masks; beyond it, masks are summed up before they are queued."""
+FEW_QUEUED = 16
+"""Waiting steps whose masks are not looked at."""
 MAX_QUEUED_LOGS = 1_000
 FREE_LOGS = 500
 """Logs that a sink gets whatever they cost: short runs are logged as asked."""
@@ -36,8 +42,21 @@ LATEST_WAKE_S = 2 * WAKE_S
 NEVER_NS = 1 << 62
 _BASICS = frozenset(BASICS)
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
+HAND_OVER_S = 0.02
+"""What a step waits at most for this thread to take its turn, when `flush_every` is exceeded twice."""
 CLOSE_TIMEOUT_S = 10.0
 """What the disk is given at the end, and each sink: W&B takes a few seconds to open on a busy machine."""
+PAGES_TIMEOUT_S = 60.0
+"""What is given at the end to whatever is made of the record, once the disk has shown that it works."""
+LARGEST_STEP = 1 << 62
+MAX_KNOWN_BAD = 1000
+
+
+_T = TypeVar("_T")
+
+
+def _ignore(item: Any) -> None:
+    """Nobody empties the queue."""
 
 
 class SinkThread:
@@ -61,6 +80,7 @@ class SinkThread:
         self._num_put = 0
         self._num_taken = 0
         self._queue: SimpleQueue[list[tuple[int, Mapping[str, float]]] | None] = SimpleQueue()
+        self._sink: Sink | None = None
         self._thread = threading.Thread(target=self._run, name=f"flopmeter-{name}", daemon=True)
         self._thread.start()
 
@@ -85,16 +105,23 @@ class SinkThread:
         self.num_thinned += not fits
         return fits
 
-    def close(self, timeout_s: float) -> bool:
-        """Let the sink finish; False when it does not in time, and is then left behind."""
+    def end(self) -> None:
+        """Nothing more will come: finish."""
         self._queue.put(None)
-        self._thread.join(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the sink finish; False when it does not in time, and is then left behind.
+
+        A sink that asks for more time (its attribute `close_s`), as an upload does, is given that.
+        """
+        self.end()
+        self._thread.join(max(timeout_s, float(getattr(self._sink, "close_s", 0.0))))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         sink: Sink | None = None
         try:
-            sink = open_sink(self.name, self._context)
+            sink = self._sink = open_sink(self.name, self._context)
             opening_s = time.thread_time()
             while (logs := self._queue.get()) is not None:
                 for step, metrics in logs:
@@ -144,7 +171,7 @@ class Worker:
         self.cpu_s = 0.0
         """CPU time of this thread: it holds the interpreter while it works."""
         self._writer = writer
-        self._sinks = [SinkThread(name, context, sink_cpu_share) for name in sink_names]
+        self._sinks: list[SinkThread] = []
         self._digest = digest
         self._flush_every = flush_every
         self._flush_s = flush_s
@@ -159,22 +186,51 @@ class Worker:
         """When the clock (`perf_counter_ns`) is past it, `wake` is welcome."""
         self._wake = threading.Event()
         self._is_closing = False
-        self._idle = threading.Event()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._then: Callable[[], None] | None = None
+        self._is_written = threading.Event()
+        self._is_stuck = False
+        """Whether somebody waited in vain, and this thread has not come round since."""
+        self._num_in_hand = 0
+        """Items taken from the queue that are not on disk yet."""
+        self._is_writing = False
+        self._bad_keys: set[str] = set()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="flopmeter", daemon=True)
         self._thread.start()
+        for name in sink_names:
+            try:
+                self._sinks.append(SinkThread(name, context, sink_cpu_share))
+            except RuntimeError as error:  # the process may have no more threads
+                logger.warning("the sink %s is switched off: %s", name, error)
 
     def put(self, item: Any) -> None:
-        """Hand over an item: a step for `digest`, or a finished line. Never waits."""
+        """Hand over an item: a step for `digest`, or a finished line. Never waits for the disk."""
         num_queued = len(self._queue)
         if num_queued >= MAX_QUEUED_STEPS:
             self.num_dropped += 1
             return
+        if num_queued >= FEW_QUEUED and type(item) is StepRecord and num_queued * item.held_bytes() > MAX_HELD_BYTES:
+            item.let_go()
         self._queue.append(item)
         if num_queued == self._flush_every:  # short steps: so many may be lost, no more
             self.due_ns = 0
-        elif num_queued == self._flush_every + 1:  # and nobody had a good moment
-            self._wake.set()
+        elif num_queued > self._flush_every:  # and nobody had a good moment
+            if not self._wake.is_set():
+                self._wake.set()
+            if num_queued + self._num_in_hand >= 2 * self._flush_every:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Leave the interpreter to this worker's thread, which has not had it for many short steps.
+
+        Not where it is the disk that takes the time: the training never waits for that.
+        """
+        end_s = time.monotonic() + HAND_OVER_S
+        while len(self._queue) + self._num_in_hand >= 2 * self._flush_every and time.monotonic() < end_s:
+            if self._is_writing or self._is_stuck or not self._thread.is_alive():
+                return
+            time.sleep(BREATH_S)
 
     def wake(self) -> None:
         """Now is a good moment to work: this thread will not need the interpreter for a while."""
@@ -186,24 +242,88 @@ class Worker:
         """CPU time of all threads of ours."""
         return self.cpu_s + sum(sink.cpu_s for sink in self._sinks)
 
+    @property
+    def has_record(self) -> bool:
+        """Whether there is a run file that can be read back."""
+        return self._writer.has_file
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the run file is another process's."""
+        return self._writer.is_refused
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that was handed over is on disk; False when it takes too long."""
-        self._idle.clear()  # before the bell: whoever wakes up sees that it was asked
-        self._wake.set()
-        return self._idle.wait(timeout_s)
+        return self.ask(lambda: True, timeout_s) is True
 
-    def close(self, last: Iterable[Any] = ()) -> None:
-        """Write everything, then the `last` lines, and let the sinks go. Bounded in time; safe to call twice."""
+    def ask(self, job: Callable[[], _T], timeout_s: float) -> _T | None:
+        """Have something done on this thread once all that was handed over is on disk, and give its answer.
+
+        None when it takes too long; then it may still be done later, and nobody is kept waiting again until this
+        thread has come round. What the job raises is raised here.
+        """
+        if os.getpid() != self._pid or self._is_stuck:
+            return None
+        answers: list[_T] = []
+        errors: list[Exception] = []
+        is_done = threading.Event()
+
+        def run() -> None:
+            try:
+                answers.append(job())
+            except Exception as error:  # noqa: BLE001 - whoever asked gets it
+                errors.append(error)
+            finally:
+                is_done.set()
+
+        if self._thread.is_alive():
+            self._jobs.append(run)
+            self._wake.set()
+        else:  # it has closed the record
+            threading.Thread(target=run, name="flopmeter", daemon=True).start()
+        if not is_done.wait(timeout_s):
+            self._is_stuck = True
+            return None
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def abandon(self) -> None:
+        """In a forked child, which has no such thread: nothing is kept any more."""
+        self._queue.clear()
+        self.num_dropped = 0
+        self.put = _ignore  # type: ignore[method-assign]
+
+    def close(self, last: Iterable[Any] = (), then: Callable[[], None] | None = None, timeout_s: float = 0.0) -> bool:
+        """Write everything, then the `last` lines, and let the sinks go; says whether the record is on disk.
+
+        Bounded in time; safe to call twice.
+
+        Args:
+            then: Done on this thread once the record is closed; not at all where the disk hangs.
+            timeout_s: All that there is, for the record alone: the process is about to die. 0: as long as is usual.
+        """
         if self._is_closing or os.getpid() != self._pid:
-            return
+            return self._is_written.is_set()
         if self.num_dropped:
             message = f"{self.num_dropped} lines lost: steps came faster than they could be written"
             logger.warning("%s", message)
             self._queue.append({"kind": "event", "event": "warning", "time": time.time(), "message": message})
         self._queue.extend(last)
+        is_stuck = self._is_stuck
+        self._then = then if not is_stuck else None
         self._is_closing = True
         self._wake.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        is_written = self._is_written.wait(0.0 if is_stuck else timeout_s or CLOSE_TIMEOUT_S)
+        if timeout_s:
+            return is_written
+        for sink in self._sinks:
+            sink.end()
+        if is_written:
+            self._thread.join(PAGES_TIMEOUT_S)
+        else:
+            self._then = None
+            logger.warning("the run file %s: the disk does not answer, its end is left behind", self._writer.path)
         for sink in self._sinks:
             if not sink.close(CLOSE_TIMEOUT_S):
                 logger.warning("the sink %s does not answer and is left behind", sink.name)
@@ -211,8 +331,7 @@ class Worker:
                 logger.warning("the sink %s missed %d logs", sink.name, sink.num_dropped)
             if sink.num_thinned:
                 logger.info("the sink %s got no basics of %d steps: too dear", sink.name, sink.num_thinned)
-        if not self._thread.is_alive():  # else the disk hangs: what holds it up would hold up the program, too
-            self._writer.close()
+        return is_written
 
     def _run(self) -> None:
         num_unflushed, last_flush_s = 0, time.monotonic()
@@ -225,14 +344,19 @@ class Worker:
                 self._next_sample_s = now_s + min(SAMPLE_S, now_s - self._started_s)
                 self._take_sample()
             is_full = num_unflushed >= self._flush_every or now_s - last_flush_s >= self._flush_s
-            is_asked = not self._idle.is_set()
+            is_asked = bool(self._jobs)
             if (num_unflushed and is_full) or is_closing or is_asked:
+                self._is_writing = True
                 self._writer.flush()
+                self._is_writing = False
                 num_unflushed, last_flush_s = 0, now_s
+                self._num_in_hand = 0
             self.cpu_s = time.thread_time()
-            if is_asked and not self._queue:
-                self._idle.set()
+            self._is_stuck = False
+            while self._jobs and not self._queue:
+                self._jobs.popleft()()
             if is_closing and not self._queue:
+                self._end()
                 return
             is_behind = len(self._queue) >= self._flush_every  # short steps fill the queue faster than we wake
             if not (is_behind or is_asked or is_closing):
@@ -240,23 +364,58 @@ class Worker:
                 self._wake.wait(LATEST_WAKE_S)
                 self._wake.clear()
 
+    def _end(self) -> None:
+        self._writer.close()
+        self._is_written.set()
+        if self._then is not None:
+            try:
+                self._then()
+            except Exception as error:  # noqa: BLE001 - the record is whole; the reason is logged
+                logger.warning("closing the run: %s: %s", type(error).__name__, error)
+
     def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> None:
         if isinstance(item, Mapping):
             self._writer.write(item)
             return
         delivery = self._digest(item)
         self._writer.write(delivery.line)
-        self._last_step = delivery.step
+        if not self._sinks:
+            return
+        with suppress(Exception):  # a step that the user numbered with something else: the last one does
+            if abs(step := int(delivery.step)) < LARGEST_STEP:
+                self._last_step = step
+        all_metrics = metrics = self._numbers(delivery.all_metrics)
+        if delivery.metrics is not delivery.all_metrics:
+            metrics = self._numbers(delivery.metrics)
         for sink in self._sinks:
             if sink.takes_every_step:
-                if delivery.all_metrics is not None:
-                    logs[sink.name] = [(delivery.step, delivery.all_metrics)]  # who shows the present wants the newest
-            elif (
-                delivery.metrics is not None
-                and sink.name not in delivery.skipped_sinks
-                and sink.has_time_for(delivery.metrics)
-            ):
-                logs.setdefault(sink.name, []).append((delivery.step, delivery.metrics))
+                if all_metrics:
+                    logs[sink.name] = [(self._last_step, all_metrics)]  # who shows the present wants the newest
+            elif metrics and sink.name not in delivery.skipped_sinks and sink.has_time_for(metrics):
+                logs.setdefault(sink.name, []).append((self._last_step, metrics))
+
+    def _numbers(self, metrics: Mapping[str, Any] | None) -> Mapping[str, float]:
+        """The door to all sinks: what is no number, or has no name, stays outside, with one warning."""
+        if not metrics or all(type(value) is float and key.isascii() for key, value in metrics.items()):
+            return metrics or {}
+        numbers: dict[str, float] = {}
+        for key, value in metrics.items():
+            try:
+                if isinstance(value, (str, bytes)):
+                    raise TypeError
+                number = float(value)
+                # What cannot be encoded would end a sink as well.
+                numbers[key if key.isascii() else key.encode(errors="replace").decode()] = (
+                    value if type(value) is int else number
+                )
+            except Exception:  # noqa: BLE001 - a thing of the user's: whatever it raises, it is no number
+                self._refuse(repr(key)[:80], type(value).__name__)
+        return numbers
+
+    def _refuse(self, key: str, kind: str) -> None:
+        if key not in self._bad_keys and len(self._bad_keys) < MAX_KNOWN_BAD:
+            self._bad_keys.add(key)
+            logger.warning("%s is not sent to the sinks: a metric is a number with a name, this is %s", key, kind)
 
     def _take_sample(self) -> None:
         """Memory, power and the workers' CPU time, at a slow rate."""
@@ -275,6 +434,7 @@ class Worker:
             if num_lines:
                 time.sleep(BREATH_S)
             num_items = min(STEPS_AT_ONCE, len(self._queue), self._flush_every - num_lines)
+            self._num_in_hand += num_items
             items = [self._queue.popleft() for _ in range(num_items)]
             for item in items:
                 try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
 import msgspec
 from msgspec.structs import astuple
@@ -31,6 +33,8 @@ MAX_COLUMNS = 4096
 MAX_EVENTS = 100_000
 MAX_LINES_WITHOUT_HEADER = 1000
 LARGEST_STEP = 1 << 62
+LATEST_S = 1 << 33
+"""A Unix time beyond it (the year 2242) is a mistake."""
 
 _decoder = msgspec.json.Decoder()
 
@@ -163,16 +167,41 @@ def nearest_run(path: Path) -> str:
     return ""
 
 
-def has_ended(path: Path) -> bool:
-    """Whether there is a run file here whose last line is a summary: a further start would be added to that run."""
+def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], float]:
+    """What is at the path of a run that is about to begin, and when that began (Unix time).
+
+    Nothing ("", also a pipe or a device, of which nothing is read), a run that goes on or was killed, one that has
+    ended, or a file that this version cannot read: of another schema, or without a header in front.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     try:
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - MAX_LINE_BYTES, 0))
-            last = file.read().rstrip().rpartition(b"\n")[2]
-        line = _decoder.decode(last)
-    except (OSError, msgspec.DecodeError):
-        return False
-    return isinstance(line, dict) and line.get("kind") == "summary"
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return "", 0.0
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            return "", 0.0
+        first = _object(file.readline(MAX_LINE_BYTES + 1))
+        file.seek(max(status.st_size - MAX_LINE_BYTES, 0))
+        last = _object(file.read(MAX_LINE_BYTES).rstrip().rpartition(b"\n")[2])
+    started_at = first.get("started_at")
+    if not isinstance(started_at, (int, float)) or not 0 < started_at < LATEST_S:
+        started_at = status.st_mtime
+    if first.get("kind") != "header" or first.get("schema") != SCHEMA_VERSION:
+        return "foreign", started_at
+    return ("ended" if last.get("kind") == "summary" else "running"), started_at
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """A line as a JSON object; empty when it is none."""
+    try:
+        line = _parse(raw)
+    except (ValueError, RecursionError):
+        line = None
+    return line if isinstance(line, dict) else {}
 
 
 class RunReader:

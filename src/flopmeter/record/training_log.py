@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flopmeter.record.reader import Run
+from flopmeter.record.writer import replace_file
 
 
 def write_training_log(run: Run, path: Path) -> None:
     """Write `step_logs`, `epoch_logs`, `evaluation_logs` and `total_training_time` (seconds), atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(training_log(run), file, allow_nan=False, indent=1)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, lambda file: json.dump(training_log(run), file, allow_nan=False, indent=1))
 
 
 def training_log(run: Run) -> dict[str, Any]:

@@ -7,11 +7,15 @@ import logging
 import math
 import os
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
+
+from flopmeter.record.reader import look_at
 
 try:
     import fcntl
@@ -44,46 +48,36 @@ class RunWriter:
     """Appends lines to a run file; whatever the disk does, it never raises and its memory stays bounded.
 
     Lines are held until `flush`. When the disk refuses them, one warning is given, they are kept (up to
-    `max_pending_bytes`) and tried again at the next flush, from the very byte where the disk stopped.
+    `max_pending_bytes`) and tried again at the next flush, from the very byte where the disk stopped. A file that was
+    deleted, replaced or cut meanwhile is begun anew, with the header. All calls belong on one thread, which may wait
+    for the disk as long as that takes.
     """
 
     def __init__(self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         self.path = path
         self.num_dropped = 0
         """Lines lost because the disk refused them for too long."""
+        self.has_file = False
+        """Whether there is an ordinary file, which can be read back. Not so for a pipe or a device."""
         self._pending = bytearray()
+        self._header = b""
         self._max_pending_bytes = max_pending_bytes
         self._fd: int | None = None
-        self._has_warned = False
         self._identity = (0, 0)
-
-    def claim(self) -> bool:
-        """Whether the file is this process's to write; not so while another one that is alive writes it.
-
-        The lock goes with the process, however it ends. Where there are no locks, as on some network file systems, and
-        where the file cannot be opened, nobody is refused.
-        """
-        try:
-            if self._fd is None:
-                self._open()
-            assert self._fd is not None
-            status = os.fstat(self._fd)
-            self._identity = status.st_dev, status.st_ino
-            if fcntl is None or not stat.S_ISREG(status.st_mode) or self._identity in _writers:
-                return True
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)  # type: ignore[arg-type]
-            self._fd = None
-            return False
-        except OSError:
-            return True
-        _writers[self._identity] = self
-        return True
+        self._num_bytes = 0
+        """What the file has at least, unless somebody cuts it."""
+        self._has_warned = False
+        self.is_refused = False
+        """Whether another process that is alive writes the file: then nothing is written here."""
+        self._num_lost_files = 0
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Queue one line for the next flush."""
+        if self.is_refused:
+            return
         data = encode(line)
+        if line.get("kind") == "header":
+            self._header = data
         if len(self._pending) + len(data) > self._max_pending_bytes:
             self.num_dropped += 1
             return
@@ -92,7 +86,9 @@ class RunWriter:
     def flush(self) -> bool:
         """Hand all queued lines to the operating system; False when some must wait."""
         try:
-            if self._fd is None:
+            if self._fd is not None and (what := self._what_happened()):
+                self._begin_anew(what)
+            if self._fd is None and not self.is_refused:
                 self._open()
             self._drain()
         except OSError as error:
@@ -109,30 +105,128 @@ class RunWriter:
     def close(self) -> None:
         """Flush and let go of the file. Safe to call twice."""
         self.flush()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._fd is not None:
             if _writers.get(self._identity) is self:
                 del _writers[self._identity]
             os.close(self._fd)
             self._fd = None
 
+    def _lock(self) -> bool:
+        """Whether the file is this process's to write; not so while another one that is alive writes it.
+
+        The lock goes with the process, however it ends. Where there are no locks, as on some network file systems,
+        nobody is refused.
+        """
+        if fcntl is None or not self.has_file or self._identity in _writers:
+            return True
+        assert self._fd is not None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        _writers[self._identity] = self
+        return True
+
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+        while True:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            status = os.fstat(self._fd)
+            self._identity, self._num_bytes = (status.st_dev, status.st_ino), status.st_size
+            self.has_file = stat.S_ISREG(status.st_mode)
+            if not self._lock():
+                self.is_refused, self.has_file = True, False
+                self._pending.clear()
+                logger.warning(
+                    "%s is being written by another process: nothing is measured here; give each run an output_dir of "
+                    "its own, and call init_process_group before the first forward pass", self.path,
+                )  # fmt: skip
+            elif not make_way(self.path):
+                break
+            self._let_go()
+            if self.is_refused:
+                return
+        if self._num_bytes and os.pread(self._fd, 1, self._num_bytes - 1) != b"\n":
             # A killed run left half a line: close it, so that only that line is lost.
             self._pending[:0] = b"\n"
 
-    def _drain(self) -> None:
+    def _what_happened(self) -> str:
+        """What somebody did to the file since the last flush: nothing, as a rule."""
         assert self._fd is not None
+        with suppress(OSError):  # closed under us, or a stale handle: it is not ours any more
+            status = os.fstat(self._fd)
+            if (status.st_dev, status.st_ino) == self._identity:
+                if self.has_file and status.st_size < self._num_bytes:
+                    return "cut"
+                try:
+                    there = os.stat(self.path)
+                except FileNotFoundError:
+                    return "deleted"
+                return "" if (there.st_dev, there.st_ino) == self._identity else "replaced"
+        self._fd = None  # the number may be another file's by now, which is not ours to close
+        _writers.pop(self._identity, None)
+        return "closed"
+
+    def _begin_anew(self, what: str) -> None:
+        self._let_go()
+        message = f"the run file {self.path} was {what} while the run went on; it is written anew from here"
+        if not self._num_lost_files:
+            logger.warning("%s", message)
+        self._num_lost_files += 1
+        event = {"kind": "event", "event": "warning", "time": time.time(), "message": message}
+        self._pending[:0] = self._header + encode(event)
+
+    def _drain(self) -> None:
         while self._pending:
+            assert self._fd is not None
             written = os.write(self._fd, self._pending)
             del self._pending[:written]
+            self._num_bytes += written
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning("cannot write the run file %s (%s); training goes on, will try again", self.path, error)
+
+
+def make_way(path: Path) -> bool:
+    """Look at what is at the path of a run that begins: it may go on there, or the old file gets another name.
+
+    The newest run is always at the known path, and a file that this version cannot read is never appended to. Gives
+    whether it was renamed.
+    """
+    found, started_at = look_at(path)
+    if found == "ended":
+        logger.warning(
+            "%s holds a run that has ended; this one is added to it, as after a restart: give each run an "
+            "output_dir of its own to keep them apart", path.parent,
+        )  # fmt: skip
+    elif found == "foreign":
+        start = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started_at))
+        names = (f"{path.stem}.{start}{more}{path.suffix}" for more in ("", *(f"-{n}" for n in range(2, 1000))))
+        aside = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+        path.rename(aside)
+        logger.warning("%s was no run file that can be continued: it is now %s", path, aside.name)
+        return True
+    return False
+
+
+def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:
+    """Replace a file by what `write` writes, all or nothing: no reader sees half of it, and no link is followed."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.unlink(missing_ok=True)  # of a killed process that had our number, or put there for us to write through
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        with os.fdopen(os.open(draft, flags, 0o666), "w", encoding="utf-8") as file:
+            write(file)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def encode(line: Mapping[str, Any]) -> bytes:

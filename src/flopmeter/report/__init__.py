@@ -11,7 +11,6 @@ live page and the terminal say the same.
 from __future__ import annotations
 
 import logging
-import os
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -101,11 +100,8 @@ def place_of(path: str | Path, format: str | None) -> tuple[Path, str]:
 
 
 def write_text(text: str, target: Path) -> Path:
-    """Replace the file by the text, all or nothing: a reader never sees half a report."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Replace the file by the text, all or nothing."""
+    from flopmeter.record import replace_file
+
+    replace_file(target, lambda file: file.write(text))
     return target

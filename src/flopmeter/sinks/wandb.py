@@ -22,6 +22,8 @@ STEP_KEY = "global_step"
 LIMITS_S = {"init_timeout": 30.0, "finish_timeout": 60.0}
 """wandb's own are 90 s and for ever; `wandb.settings` and WANDB_* variables override these."""
 
+AFTER_UPLOAD_S = 5.0
+
 
 class Sink:
     """Logs to the run that is open when training starts, else to one opened from the settings and finished at the end.
@@ -43,6 +45,8 @@ class Sink:
         self._counter = self._run.starting_step
         self._step: int | None = None
         self._user_logs = False
+        self.close_s = _upload_s(self._run) if self._is_own else 0.0
+        """What `close` may take: the upload has a limit of its own, and is not left before it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step; the training step may go backwards."""
@@ -104,6 +108,14 @@ def _open_run(wandb: Any, arguments: dict[str, Any]) -> Any:
         reason = str(error).partition("\n")[0]
         logger.warning("wandb: %s; the run stays offline: upload it with  wandb sync %s", reason, run.settings.sync_dir)
         return run
+
+
+def _upload_s(run: Any) -> float:
+    """The limit of the upload, and a little for what comes after it."""
+    try:
+        return float(run.settings.finish_timeout) + AFTER_UPLOAD_S
+    except (AttributeError, TypeError, ValueError):
+        return LIMITS_S["finish_timeout"] + AFTER_UPLOAD_S
 
 
 def _check_login(wandb: Any, settings: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from typing import Protocol, cast
 from flopmeter.errors import FlopmeterError
 from flopmeter.resources import ResourceUnavailableError, find_gpu
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("flopmeter")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

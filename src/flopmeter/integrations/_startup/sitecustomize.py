@@ -30,9 +30,14 @@ class _TorchFinder:
         self.has_seen_torch = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        spec = _found(name, self) if name == "torch" else None
-        if spec is not None:
-            self._follow(spec.loader)
+        if name != "torch":
+            return None
+        try:
+            spec = _found(name, self)
+            if spec is not None:
+                self._follow(spec.loader)
+        except Exception:  # noqa: BLE001 - a finder or a loader that is not as usual: python finds torch by itself
+            return None
         return spec
 
     def _follow(self, loader: Any) -> None:
@@ -40,7 +45,7 @@ class _TorchFinder:
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            loader.__dict__.pop("exec_module", None)
             try:
                 run(module)
             except BaseException as error:
@@ -52,13 +57,14 @@ class _TorchFinder:
                 self.has_seen_torch = True
                 _install(self.settings)
 
-        loader.exec_module = exec_module
+        loader.__dict__["exec_module"] = exec_module
 
 
 def _found(name: str, besides: object = None) -> ModuleSpec | None:
     """What the finders say, one of them not asked."""
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, None) if finder is not besides else None
+        find_spec = getattr(finder, "find_spec", None)  # up to Python 3.11 a finder may have none
+        spec: ModuleSpec | None = find_spec(name, None) if find_spec is not None and finder is not besides else None
         if spec is not None:
             return spec
     return None
@@ -70,8 +76,16 @@ def _install(settings: str) -> None:
 
         install(settings)
     except Exception as error:  # noqa: BLE001 - the program comes first
-        if sys.stderr is not None:  # print would take stdout instead
-            print(f"flopmeter: not measured: {type(error).__name__}: {error}", file=sys.stderr)
+        _say(f"not measured: {type(error).__name__}: {error}")
+
+
+def _say(line: str) -> None:
+    """On stderr, where there is one and the program has not closed it; print would take stdout instead."""
+    try:
+        if sys.stderr is not None:
+            print(f"flopmeter: {line}", file=sys.stderr)
+    except (OSError, ValueError):
+        return
 
 
 def _leave_no_trace() -> None:
@@ -105,14 +119,16 @@ def _has_failed(is_module: bool) -> bool:
 
 
 def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int, is_module: bool) -> None:
-    if sys.stderr is None or finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0":
+    try:
+        if finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0":
+            return
+        # Not read as JSON: a program may have left no way to import anything.
+        if not _has_failed(is_module) and '"is_quiet": true' not in finder.settings:
+            is_there = "torch" in sys.modules
+            why = "torch was not imported in the usual way" if is_there else "the program did not import torch"
+            _say(f"nothing to measure: {why}")
+    except Exception:  # noqa: BLE001 - the program may have taken the interpreter apart; it has ended all the same
         return
-    if _has_failed(is_module):
-        return
-    import json
-
-    if not json.loads(finder.settings)["is_quiet"]:
-        print("flopmeter: nothing to measure: the program did not import torch", file=sys.stderr)
 
 
 def _start() -> None:
