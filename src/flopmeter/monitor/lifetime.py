@@ -47,6 +47,10 @@ logger = logging.getLogger("flopmeter")
 
 MAX_FAILURES = 3
 DRAIN_S = 10.0
+NO_PATCHES = (
+    "monitoring.patches is false: FLOPs are estimated, no step is observed or profiled; backward passes, waits for "
+    "data and for other ranks are part of other time; collections of garbage are not told"
+)
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
@@ -84,7 +88,7 @@ class Lifetime:
         self.log_path = self._folder / log_file
         self._tracker = StepTracker(self._begin, self._note_failure, self._event)
         self._clock = self._tracker.clock
-        self._hooks = Hooks(self._tracker)
+        self._hooks = Hooks(self._tracker, patches=self.config.monitoring.patches)
         self._worker: Worker | None = None
         self._resources: ResourceSampler | None = None
         self._device = device_of(None)
@@ -183,6 +187,8 @@ class Lifetime:
             if log.line["event"] != "peak":  # those are in the header
                 self._worker.put(log)
         self._early.clear()
+        if not self.config.monitoring.patches:
+            self._event("warning", message=NO_PATCHES)
         self._steps.put, self._worker.used = self._worker.put, self._steps.copies.used
         self._tracker.background = self._worker
         self._effort.start_run(is_sampled=self._rank == 0)  # only its profile reaches the record

@@ -48,6 +48,7 @@ class Sampling:
         self._interval_start = 0
         self._last_reason: str | None = None
         self._is_listening = False
+        self._may_listen = settings.patches
         # Estimate mode promises to measure nothing.
         self.is_on = settings.profile_steps and settings.mfu_calculation_mode != "estimate"
         if not self.is_on:
@@ -55,7 +56,7 @@ class Sampling:
 
     def start_run(self) -> None:
         """The run begins."""
-        self._is_listening = True
+        self._is_listening = self._may_listen
         if self.is_on:
             profiler_guard.watch()  # here, where a search for profilers under way costs no step
 
