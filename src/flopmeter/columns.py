@@ -1,16 +1,83 @@
-"""Which values of a record are sound, when it may hold anything? Long columns are checked without a Python loop."""
+"""Which files and values can be read, when they may hold anything? What a reader lets in is checked here, once.
+
+Long columns are checked without a Python loop.
+"""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import stat
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 LONGEST_S = 1e9
 """No step or pause lasts 30 years: a duration beyond it is damage, and counts as unknown."""
 LATEST_S = 1e11
 """No run is dated after the year 5000."""
+LARGEST = 1e100
+"""No training has a larger number, and the square of one that is let in is still a number. Beyond it a value counts as
+unknown, below its inverse as 0."""
+MAX_NESTING = 32
+"""Levels of a value in a file; what lies deeper is left out."""
+BUFFER_BYTES = 1 << 17
+"""A hundred lines of a run file at a time: the usual buffer holds nine."""
+
+
+def open_regular(path: Path, *, inside: Path | None = None) -> BinaryIO:
+    """Open an ordinary file for reading. A pipe would make us wait for ever, a device give no end of bytes.
+
+    Args:
+        inside: A folder above the file. Every part of the path below it is opened by itself and must not be a link,
+            so that nobody can swap one in between a check and its use.
+
+    Raises:
+        OSError: It cannot be opened, or is no ordinary file; its `strerror` says so.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    if inside is None:
+        _refuse_irregular(os.stat(path), path)  # before it is opened: to open a device may do something to it
+        descriptor = os.open(path, flags)
+    else:
+        *folders, name = path.relative_to(inside).parts
+        descriptor = os.open(inside, flags | os.O_DIRECTORY)
+        for part in (*folders, name):
+            above = descriptor
+            try:
+                kind = os.O_DIRECTORY if part is not name else 0
+                descriptor = os.open(part, flags | kind | os.O_NOFOLLOW, dir_fd=above)
+            finally:
+                os.close(above)
+    try:
+        _refuse_irregular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb", buffering=BUFFER_BYTES)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def _refuse_irregular(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
+
+
+def tamed(value: Any, depth: int = MAX_NESTING) -> Any:
+    """A value of a file with every number in it within reason, None in place of one that is not."""
+    kind = type(value)
+    if kind is float or kind is int:
+        if abs(value) < LARGEST:
+            return value if kind is int or abs(value) > 1 / LARGEST or value == 0 else 0.0
+        return value if kind is float and not math.isfinite(value) else None
+    if kind is dict:
+        return {key: tamed(item, depth - 1) for key, item in value.items()} if depth else None
+    if kind is list:
+        return [tamed(item, depth - 1) for item in value] if depth else None
+    return value
 
 
 def stretches(places: range, left_out: Iterable[int]) -> list[range]:

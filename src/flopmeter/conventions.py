@@ -21,8 +21,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
+from flopmeter.columns import open_regular
 from flopmeter.errors import ConfigError
 
+LARGEST_SIZE = 10**18
+"""Of anything that a model or a run is counted by; FLOPs of it are still numbers."""
+MAX_CONFIG_BYTES = 16 << 20
 Recompute = Literal["none", "full", "selective"]
 RECOMPUTE_MODES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
@@ -82,6 +86,8 @@ class Architecture:
                 raise ConfigError(f"{name} must be true or false, not {value!r}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < int(needs_value):
             raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+        elif value > LARGEST_SIZE:
+            raise ConfigError(f"{name} is larger than {LARGEST_SIZE:.0e}, which no model's is")
 
     @property
     def head_channels(self) -> int:
@@ -358,9 +364,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.is_dir() and not file.exists():
         raise ConfigError(f"{path} holds no model (no config.json): name a config.json, its folder, or a model")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        with open_regular(file) as opened:
+            content = opened.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise ValueError(f"it is larger than {MAX_CONFIG_BYTES >> 20} MB")
+        config = json.loads(content.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        nested = "its values are nested too deeply" if isinstance(error, RecursionError) else error
+        reason = error.strerror if isinstance(error, OSError) else nested
         raise ConfigError(f"{file} cannot be read as a model's config.json: {reason}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}, not the settings of a model's config.json")

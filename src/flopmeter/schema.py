@@ -6,7 +6,7 @@ Every sink, the run file and the report use these keys and no others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 SCHEMA_VERSION = 1
 """Raised when a reader of the old run file would misread the new one."""
@@ -113,3 +113,54 @@ METRICS: tuple[Metric, ...] = (
 )
 
 METRICS_BY_KEY = {metric.key: metric for metric in METRICS}
+
+
+class Touched(NamedTuple):
+    """Something of the user's process that flopmeter hooks, replaces or adds to."""
+
+    name: str
+    """The full name of a function or class that is replaced; words for anything else."""
+    when: str
+    why: str
+    until: str
+
+
+_RUN, _STEP, _RANKS, _SCRIPT = "a run", "a measured step", "a job of several ranks", "flopmeter run"
+_END, _STEP_END, _EXIT = "finish_training", "the step's end", "the process ends"
+_DISTRIBUTED = "torch.distributed."
+
+TOUCHED: tuple[Touched, ...] = (
+    Touched("torch.autograd.backward", _RUN, "when a backward pass begins and ends", _END),
+    Touched("torch.cuda.make_graphed_callables", _RUN, "it refuses a model with hooks: ours go meanwhile", _END),
+    Touched("torch.cuda.graphs.make_graphed_callables", _RUN, "the same function under its other name", _END),
+    Touched("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", _RUN, "waits of the given loader", _END),
+    Touched("torch.jit._recursive.create_script_module", _RUN, "a scripted model carries no hook of ours", _END),
+    Touched("torch.nn.modules.module.Module.__getstate__", _RUN, "a pickle carries no hook; or the model's own", _END),
+    Touched("torch.autograd.profiler.profile._prepare_trace", _RUN, "ours ends where the program's begins", _END),
+    Touched("torch.autograd.profiler.profile.__exit__", _RUN, "the program's profiler has ended", _END),
+    Touched("torch.autograd._engine_run_backward", _STEP, "which work is a backward pass's", _STEP_END),
+    Touched("torch.utils.checkpoint._StopRecomputationError", _STEP, "work that recomputation left early", _STEP_END),
+    Touched("torch.nn.functional.scaled_dot_product_attention", "a count on shapes", "it runs on shapes", "the count"),
+    Touched(_DISTRIBUTED + "Work.wait", _RANKS, "time blocked in a collective", _END),
+    Touched(_DISTRIBUTED + "_functional_collectives.AsyncCollectiveTensor.wait", _RANKS, "the same", _END),
+    Touched(_DISTRIBUTED + "_functional_collectives.AsyncCollectiveTensor.trigger_wait", _RANKS, "the same", _END),
+    Touched("torch.nn.parallel.distributed.DistributedDataParallel._sync_buffers", _RANKS, "the same", _END),
+    Touched("FSDPParamGroup.wait_for_unshard", "FSDP2 on a GPU", "the device waits for weights", _END),
+    Touched("FSDPState._root_post_backward_final_callback", "FSDP2 on a GPU", "it waits for gradients", _END),
+    Touched("torch.amp.grad_scaler.GradScaler.step", _SCRIPT, "steps that an overflow skips", _EXIT),
+    Touched("forward hooks on the given model", _RUN, "when a forward pass begins and ends", _END),
+    Touched("forward hooks on all of its modules", _STEP, "which module does the work", _STEP_END),
+    Touched("step hooks on the given optimizer", _RUN, "when a step ends", _END),
+    Touched("torch.optim.optimizer._global_optimizer_pre_hooks", _STEP, "which work is the optimizer's", _STEP_END),
+    Touched("torch.optim.optimizer._global_optimizer_post_hooks", _STEP, "the same; all along in `run`", _STEP_END),
+    Touched("a hook on the loss", "DDP", "when the backward pass has computed", "the loss is freed"),
+    Touched("a dispatch mode, or torch's profiler", _STEP, "which operators run", _STEP_END),
+    Touched("gc.callbacks", _RUN, "time in collections of garbage", _END),
+    Touched("atexit", _RUN, "a forgotten finish_training still closes the record", _END),
+    Touched("os.register_at_fork", "import", "a forked child measures nothing", _EXIT),
+    Touched("a handler on the logger `flopmeter`", _RUN, "warnings say whose they are", _EXIT),
+    Touched("threads named `flopmeter`, `flopmeter-...`", _RUN, "files, sinks and other ranks", _END),
+    Touched("KINETO_LOG_LEVEL", "the start of a profile", "Kineto prints no line of it", "at once"),
+    Touched("sys.meta_path, PYTHONPATH, FLOPMETER_RUN", _SCRIPT, "to be there with torch", "torch is imported"),
+)
+"""All of it: `docs/what_it_touches.md` and `flopmeter doctor` show this table, and a test looks for anything else."""

@@ -85,6 +85,13 @@ def _run() -> int:
         return _complain("stopped", 130)
     except BrokenPipeError:
         return _leave_closed_pipe()
+    except Exception as error:  # noqa: BLE001 - the last resort: whatever comes here is a mistake of ours
+        if "--debug" in sys.argv[1:2]:
+            traceback.print_exc()
+        told = " ".join(f"{type(error).__name__}: {error}"[:300].split())
+        command = " ".join(sys.argv[1:2])
+        print(f"flopmeter: this is a bug: {told}; `flopmeter --debug {command} ...` shows it", file=sys.stderr)
+        return 1
     except SystemExit as stop:  # rich makes one of a closed pipe
         if isinstance(stop.__context__, BrokenPipeError):
             return _leave_closed_pipe()

@@ -37,8 +37,10 @@ def command(
             show_default=False,
         ),
     ],
-    batch: Annotated[int, typer.Option(min=1, help="Samples in the batch.")] = 1,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample; pixels on a side for a plain conv net.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, max=10**9, help="Samples in the batch.")] = 1,
+    seq: Annotated[
+        int, typer.Option(min=1, max=10**9, help="Tokens of a sample; pixels on a side for a plain conv net.")
+    ] = 2048,
     train: Annotated[bool, typer.Option("--train/--forward", help="Forward and backward, or forward alone.")] = True,
     by: Annotated[str, typer.Option(help="Split the FLOPs by module, op or dtype.")] = "module",
     depth: Annotated[

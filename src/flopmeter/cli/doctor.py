@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopmeter.schema import TOUCHED
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -39,7 +41,11 @@ def command(
     if as_json:
         typer.echo(json.dumps(as_dict(results)))
     else:
-        Console(highlight=False, emoji=False).print(table(results))
+        shown = Console(highlight=False, emoji=False)
+        shown.print(table(results))
+        names = ", ".join(touched.name for touched in TOUCHED if touched.when == "a run")
+        shown.print(f"\nWhile a run is on, these are hooked or replaced: {names}.", markup=False)
+        shown.print("All of it, when and why: docs/what_it_touches.md; monitoring.patches: false replaces nothing.")
     if any(result.standing == "broken" for result in results):
         raise typer.Exit(1)
 
@@ -55,6 +61,7 @@ def as_dict(results: list[Result]) -> dict[str, Any]:
         "elapsed_s": sum(result.elapsed_s for result in results),
         "is_broken": any(result.standing == "broken" for result in results),
         "checks": [asdict(result) for result in results],
+        "touches": [touched._asdict() for touched in TOUCHED],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,16 @@ import typer
 
 from flopmeter.cli._choice import choose
 from flopmeter.cli._peak import stated_peak, with_cure
-from flopmeter.conventions import CONVENTIONS, MODELS, NAMED, RECOMPUTE_MODES, Architecture, Recompute, read_config
+from flopmeter.conventions import (
+    CONVENTIONS,
+    LARGEST_SIZE,
+    MODELS,
+    NAMED,
+    RECOMPUTE_MODES,
+    Architecture,
+    Recompute,
+    read_config,
+)
 from flopmeter.errors import ConfigError, UnknownDeviceError, did_you_mean
 from flopmeter.text import percent, plural, rate, utilisation
 
@@ -175,8 +183,8 @@ def _find_peak(device: str | None, peak_flop_per_s: float | None, dtype: str) ->
 
 
 def _positive(option: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise typer.BadParameter(f"{option} must be a positive number, not {value}")
+    if not 0 < value <= LARGEST_SIZE:
+        raise typer.BadParameter(f"{option} must be a positive number up to {LARGEST_SIZE:.0e}")
     return value
 
 

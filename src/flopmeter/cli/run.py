@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from flopmeter.cli._choice import choose
-from flopmeter.errors import FlopmeterError
+from flopmeter.errors import ConfigError, FlopmeterError
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Whatever follows the program's name, or -m, belongs to the program."""
@@ -100,7 +100,10 @@ def _settings(config: str | None, mode: str | None, sinks: str | None) -> dict[s
 
     settings = MonitorConfig.load(config).model_dump(mode="json", exclude_unset=True)
     settings["monitoring"] = {**settings.get("monitoring", {}), **changed}
-    check_sinks(MonitorConfig.load(settings).sink_names)
+    loaded = MonitorConfig.load(settings)
+    check_sinks(loaded.sink_names)
+    if not loaded.monitoring.patches:
+        raise ConfigError("monitoring.patches: flopmeter run is given no objects to hook; use watch() for that")
     return settings
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flopmeter.errors import FlopmeterError, MissingLibraryError
+
+MAX_CONNECTIONS = 200
+MAX_WAITING = 40
+"""Connections of one address that have not sent a whole request: beyond it the one that has waited longest is closed,
+so that nobody who only opens connections keeps others out."""
+REQUEST_S = 10.0
+"""How long a connection may take to send a whole request."""
 
 
 def command(
@@ -46,10 +54,66 @@ def command(
             server_header=False,
             lifespan="off",
             ws="none",
-            limit_concurrency=200,
+            limit_concurrency=MAX_CONNECTIONS,
+            http=_protocol(),
         )
         with suppress(KeyboardInterrupt):
             uvicorn.Server(settings).run(sockets=[listener])
+
+
+def _protocol() -> type[asyncio.Protocol]:
+    """HTTP as uvicorn speaks it, without its patience: it waits for ever for a request that never comes."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    waiting: dict[str, dict[Any, None]] = {}
+    """By address its connections without a whole request, the oldest first."""
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._timer: asyncio.TimerHandle | None = None
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._end_wait()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:  # else another request had come already
+                self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_wait()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            self._end_wait()
+            if self.transport.is_closing():
+                return
+            self._timer = self.loop.call_later(REQUEST_S, self.transport.close)
+            others = waiting.setdefault(self._address, {})
+            others[self] = None
+            if len(others) > MAX_WAITING:
+                oldest = next(iter(others))
+                oldest._end_wait()
+                oldest.transport.close()
+
+        def _end_wait(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            others = waiting.get(self._address, {})
+            others.pop(self, None)
+            if not others:
+                waiting.pop(self._address, None)
+
+        @property
+        def _address(self) -> str:
+            return str(self.client[0]) if self.client else ""
+
+    return Protocol
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -43,7 +43,7 @@ def command(
     ] = None,
     top: Annotated[int, typer.Option(min=0, max=20, help="How many of the longest kernels to show.")] = 8,
     max_gb: Annotated[
-        float | None, typer.Option(min=0.001, help="Most text to read of a file, in GB. Default: 32.")
+        float | None, typer.Option(min=0.001, max=1e6, help="Most text to read of a file, in GB. Default: 32.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

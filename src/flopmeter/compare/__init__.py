@@ -251,7 +251,7 @@ def _speed_up(rows: Sequence[Row], before: float | None, after: float | None, pl
     """How much more work is done per second of wall time; the steps' own noise is taken for that of the whole."""
     changes = {row.quantity.name: row.changes[place] for row in rows}
     steady = changes.get("mfu")
-    if before and after and steady:
+    if before and after and steady and steady.value > -1:
         value = after / before - 1
         scale = (1 + value) / (1 + steady.value)
         low, high = (None if end is None else scale * (1 + end) - 1 for end in (steady.low, steady.high))

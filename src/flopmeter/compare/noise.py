@@ -78,7 +78,7 @@ def block_length(series: Sequence[float]) -> int:
     window = [(lag, min(1.0, 2 * (1 - lag / reach)) * c) for lag, c in enumerate(covariance[: reach + 1])]
     spectrum = window[0][1] + 2 * sum(c for _, c in window[1:])
     slope = 2 * sum(lag * c for lag, c in window)
-    if spectrum <= 0:
+    if not (spectrum > 0 and math.isfinite(slope / spectrum)):  # the smallest numbers there are have no square
         return shortest
     best = math.pow(1.5 * (slope / spectrum) ** 2 * n, 1 / 3)
     return max(shortest, min(math.ceil(best), longest))

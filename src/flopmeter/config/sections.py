@@ -150,6 +150,10 @@ class Monitoring(Section):
     """exact counts non-padding tokens and the query-key pairs that the mask lets through; full counts all of them."""
     overhead_budget: Budget = 0.005
     """The share of training time that flopmeter may cost; intervals are stretched to stay below it."""
+    patches: Switch = True
+    """Replace functions of torch while the run is on (`docs/what_it_touches.md` lists them); false leaves hooks on the
+    given objects alone: FLOPs are estimated, no step is observed or profiled, and backward passes, waits for data and
+    for other ranks are not told apart from the rest of the step."""
     profile_steps: Switch = True
     """Profile one step soon after the start, now and then later, and when MFU falls: tells where the time goes inside
     forward and backward. Never in estimate mode, and never beside another profiler."""
@@ -171,6 +175,16 @@ class Monitoring(Section):
     """Write `report.html` beside the run file when the run ends."""
     performance_monitoring: PerformanceMonitoring = PerformanceMonitoring()
     distributed: Distributed = Distributed()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _measure_nothing_without_patches(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("patches") is not False:
+            return data
+        mode = data.get("mfu_calculation_mode") or "estimate"
+        if mode != "estimate":
+            raise ValueError(f"patches: false measures no step (mfu_calculation_mode: estimate, not {mode})")
+        return {**data, "mfu_calculation_mode": mode, "profile_steps": False}
 
 
 class MonitorFreq(Section):

@@ -49,6 +49,8 @@ class Blocking:
     def __init__(self, model: nn.Module | None, phase: Callable[[], int]) -> None:
         self.on_backward_computed: Callable[[], None] | None = None
         """Called when a backward pass of DDP has done its work, before gradients are waited for. Must not raise."""
+        self.is_on = True
+        """Whether functions of torch may be replaced: without that nothing is known."""
         self._phase = phase
         self._is_ddp = any(isinstance(m, DistributedDataParallel) for m in model.modules()) if model else False
         self._is_on_host = devices_of(model)[0].type == "cpu"
@@ -63,6 +65,8 @@ class Blocking:
 
     def attach(self) -> None:
         """Start listening; what this torch does not have is left out."""
+        if not self.is_on:
+            return
         from torch.distributed import _functional_collectives as functional
 
         self._patch(getattr(dist, "Work", None), "wait")
@@ -78,7 +82,7 @@ class Blocking:
     def take(self) -> tuple[int, ...] | None:
         """Nanoseconds by phase since the last call; None where the host cannot tell."""
         blocked, self._blocked_ns = self._blocked_ns, [0] * (len(PHASES) + 1)
-        is_known = self._is_on_host and not self._has_missed_one
+        is_known = self.is_on and self._is_on_host and not self._has_missed_one
         self._has_missed_one = False
         return tuple(blocked[: len(PHASES)]) if is_known else None
 

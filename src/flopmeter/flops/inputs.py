@@ -18,12 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from flopmeter.errors import CountError
 from flopmeter.flops.shadow import shadow, untouched
 
 FREE_IMAGE_SIZE = 448
 """Side in pixels of the image for models that take any size."""
+
+MAX_INPUT_BYTES = 1 << 30
+"""Of one input. Weights take no memory here, but inputs have values."""
 
 _LABEL_NAMES = ("labels", "targets", "target", "label", "y")
 
@@ -43,9 +47,27 @@ def build_inputs(model: nn.Module, batch_size: int, length: int) -> dict[str, An
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()  # type: ignore[operator]  # adapters (peft) pass on what they are called with
     config = getattr(model, "config", None)
-    if hasattr(config, "model_type") and hasattr(model, "main_input_name"):
-        return _Described(model, config, batch_size, length).inputs()
-    return _inputs_by_first_layer(model, batch_size, length)
+    with _Bounded():
+        if hasattr(config, "model_type") and hasattr(model, "main_input_name"):
+            return _Described(model, config, batch_size, length).inputs()
+        return _inputs_by_first_layer(model, batch_size, length)
+
+
+class _Bounded(TorchFunctionMode):
+    """Refuses to fill more memory than inputs may take, before it is filled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.zeros, torch.ones, torch.full):
+            try:
+                num_bytes = func(*args, **{**(kwargs or {}), "device": "meta"}).nbytes
+            except RuntimeError:  # not even a shape can have so many elements
+                num_bytes = MAX_INPUT_BYTES + 1
+            if num_bytes > MAX_INPUT_BYTES:
+                raise CountError(
+                    f"an input would take more than {MAX_INPUT_BYTES >> 30} GB: count a smaller batch or a shorter "
+                    "sequence; FLOPs grow with the batch size as they are"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _Described:

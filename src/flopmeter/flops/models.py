@@ -48,6 +48,10 @@ SHORT_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """What users type, and what configs call it: the first that the config has."""
 
+MAX_LAYERS = 10_000
+"""Layers, blocks or experts of a model: each of them is made, if only on shapes."""
+_COUNTED = ("layer", "layers", "block", "blocks", "depth", "depths", "stages", "experts")
+
 NAMED: Final[Mapping[str, str]] = {
     "llama-3-8b": "llama-3.1-8b",
     "llama-3-70b": "llama-3.1-70b",
@@ -162,6 +166,7 @@ def _change(content: dict[str, Any], settings: Mapping[str, str]) -> Any:
 def _make_config(content: Mapping[str, Any]) -> Any:
     known = _transformers().CONFIG_MAPPING
     model_type = str(content["model_type"])
+    _refuse_sizes(content)
     if model_type not in known:
         names = [*known, *NAMED, *MODELS]
         hint = did_you_mean(model_type, names, otherwise="name a config.json, or package.module:function")
@@ -170,6 +175,15 @@ def _make_config(content: Mapping[str, Any]) -> Any:
         return known[model_type].from_dict({key: value for key, value in content.items() if key != "model_type"})
     except Exception as error:  # noqa: BLE001 - each config class refuses in its own way
         raise ConfigError(f"the sizes of {model_type!r} do not fit together: {_one_line(error)}") from None
+
+
+def _refuse_sizes(content: Mapping[str, Any]) -> None:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            _refuse_sizes(value)
+        numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+        if str(name).endswith(_COUNTED) and max(numbers, default=0) > MAX_LAYERS:
+            raise ConfigError(f"{name} is more than {MAX_LAYERS:,}, which no model has: give a smaller number")
 
 
 def _resolve(config: Any, key: str) -> list[str]:
@@ -222,8 +236,9 @@ def _build(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Modu
 
 def _model_class(transformers: Any, config: Any) -> Any:
     for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type):
+            return found
     mappings = import_module("transformers.models.auto.modeling_auto")
     for head in (*(f"FOR_{head}_" for head in _HEADS), ""):
         mapping = getattr(mappings, f"MODEL_{head}MAPPING")

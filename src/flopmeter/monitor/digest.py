@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -144,6 +144,10 @@ class Delivery(NamedTuple):
     skipped_sinks: tuple[str, ...] = ()
 
 
+UNSEEN_WITHOUT_PATCHES = ("perf/data_wait_share", "perf/host_to_device_share", "perf/backward_share")
+"""What hooks on a model and an optimizer do not show: it is part of `perf/other_share`."""
+
+
 class Digest:
     """Makes the lines of the run file and the logs of the sinks.
 
@@ -167,6 +171,7 @@ class Digest:
         self._on_step = on_step
         self._overhead = overhead
         self._overhead_share = 0.0
+        self._unseen = () if config.monitoring.patches else UNSEEN_WITHOUT_PATCHES
         self._basic_every = config.basic_every
         self._details_every = config.details_every
         self._since_log: list[Step] = []
@@ -178,10 +183,9 @@ class Digest:
         if isinstance(item, Log):
             return self._placed(item)
         time_ = split(item.clock)
-        peaks = self.source.peaks if self.source is not None else {}
         step = self._of_job(item, self._step(item, time_))
         own = self._own_metrics(item, step.step_s)
-        metrics = own | Window([step]).compute(peaks, self._num_devices)
+        metrics = own | self._compute([step])
         line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": metrics}
         if item.marks:
             line["marks"] = item.marks
@@ -191,7 +195,7 @@ class Digest:
             if self._on_step is not None:
                 self._on_step(item.index, metrics)
         skipped = ("wandb",) if item.values.get("skip_wandb") else ()
-        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, own, peaks), skipped)
+        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, own), skipped)
 
     def _placed(self, item: Log) -> Delivery:
         """What happened between steps, under the loop's own numbers: those of a resumed run do not begin at 1."""
@@ -209,9 +213,9 @@ class Digest:
     def latest(self) -> dict[str, float]:
         """The aggregate since the last call, from any thread; at most of the last `MAX_UNASKED` steps."""
         steps, self._since_asked = self._since_asked, deque(maxlen=MAX_UNASKED)
-        return Window(steps.copy()).compute(self.source.peaks if self.source is not None else {}, self._num_devices)
+        return self._compute(steps.copy())
 
-    def _due(self, num_steps: int, own: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float] | None:
+    def _due(self, num_steps: int, own: Mapping[str, float]) -> dict[str, float] | None:
         """What the sinks get now: the basics at their rate, the details at theirs.
 
         Args:
@@ -219,9 +223,14 @@ class Digest:
         """
         if num_steps % self._details_every == 0:
             steps, self._since_log = self._since_log, []
-            return {**own, **Window(steps).compute(peaks, self._num_devices)}
+            return {**own, **self._compute(steps)}
         due = {key: own[key] for key in BASICS if key in own} if num_steps % self._basic_every == 0 else {}
         return due or None
+
+    def _compute(self, steps: Iterable[Step]) -> dict[str, float]:
+        peaks = self.source.peaks if self.source is not None else {}
+        metrics = Window(steps).compute(peaks, self._num_devices)
+        return {key: value for key, value in metrics.items() if key not in self._unseen} if self._unseen else metrics
 
     @property
     def _num_devices(self) -> float:

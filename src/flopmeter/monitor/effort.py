@@ -85,7 +85,8 @@ class Effort:
             on_profiler: Called when a profiler of the user's is about to start, on whatever thread.
         """
         self._started_s = time.monotonic()
-        if self._config.monitoring.mfu_calculation_mode != "estimate":  # which measures nothing
+        settings = self._config.monitoring
+        if settings.patches and settings.mfu_calculation_mode != "estimate":  # which measures nothing
             # Here, where a search for profilers under way costs no step.
             self._unwatch = profiler_guard.watch(on_profiler)
         if is_sampled:

@@ -69,10 +69,15 @@ class Listener(ForwardListener, WaitListener, Protocol):
 
 
 class Hooks:
-    """Attaches a listener to a model, an optimizer, a loader and to backward passes; `remove` undoes it all."""
+    """Attaches a listener to a model, an optimizer, a loader and to backward passes; `remove` undoes it all.
 
-    def __init__(self, listener: Listener) -> None:
+    Args:
+        patches: Whether functions of torch may be replaced; otherwise there are hooks on models and optimizers alone.
+    """
+
+    def __init__(self, listener: Listener, *, patches: bool = True) -> None:
         self._listener = listener
+        self._patches = patches
         self._undo: list[Callable[[], None]] = []
         self._models: tuple[nn.Module, ...] = ()
         self._detach_models: list[Callable[[], None]] = []
@@ -84,7 +89,7 @@ class Hooks:
 
         A second call moves the marks from the first modules to these.
         """
-        if not self._models:
+        if not self._models and self._patches:
             self._undo += [_patch_backward(self._listener), *_patch_graphing(self)]
         self._detach()
         self._models = models
@@ -108,7 +113,7 @@ class Hooks:
 
     def attach_loader(self, loader: Any) -> None:
         """Time the wait for each batch of a DataLoader, however the loop iterates over it; or of one that it wraps."""
-        feeds = [_Feeds(inner) for inner in _data_loaders_in(loader)]
+        feeds = [_Feeds(inner) for inner in _data_loaders_in(loader)] if self._patches else []
         if feeds:
             self._undo.append(patch_loaders(self._listener, lambda iterator: any(feed(iterator) for feed in feeds)))
 
@@ -120,18 +125,18 @@ class Hooks:
             self._undo.pop()()
 
     def _attach(self) -> None:
-        self._detach_models = [attach_forward(model, self._listener) for model in self._models]
+        self._detach_models = [attach_forward(model, self._listener, patches=self._patches) for model in self._models]
 
     def _detach(self) -> None:
         while self._detach_models:
             self._detach_models.pop()()
 
 
-def attach_forward(model: nn.Module, listener: ForwardListener) -> Callable[[], None]:
+def attach_forward(model: nn.Module, listener: ForwardListener, *, patches: bool = True) -> Callable[[], None]:
     """Mark the forward passes of one module; gives what takes the hooks away again."""
     before = model.register_forward_pre_hook(_ForwardHook(listener), with_kwargs=True, prepend=True)
     after = model.register_forward_hook(_ForwardEndHook(listener), always_call=True)
-    show = hide_hooks(model)
+    show = hide_hooks(model) if patches else lambda: None
 
     def undo() -> None:
         before.remove()

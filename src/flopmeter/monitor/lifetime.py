@@ -57,6 +57,10 @@ SIGNAL_S = 5.0
 """What the record is given when a signal ends the process: launchers kill after 10 to 30 s."""
 MAX_STEPS_IN_LOG = 20_000
 """Beyond it `training_log.json` is written when it is asked for: nobody waits for it at the end of a long run."""
+NO_PATCHES = (
+    "monitoring.patches is false: FLOPs are estimated, no step is observed or profiled; backward passes, waits for "
+    "data and for other ranks are part of other time; collections of garbage are not told"
+)
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
@@ -106,7 +110,7 @@ class Lifetime:
         self.log_path = self._folder / log_file
         self._tracker = StepTracker(self._begin, self._note_failure, self._event)
         self._clock = self._tracker.clock
-        self._hooks = Hooks(self._tracker)
+        self._hooks = Hooks(self._tracker, patches=self.config.monitoring.patches)
         self._worker: Worker | None = None
         self._resources: ResourceSampler | None = None
         self._device = device_of(None)
@@ -232,6 +236,8 @@ class Lifetime:
             if log.line["event"] != "peak":  # those are in the header
                 self._worker.put(log)
         self._early.clear()
+        if not self.config.monitoring.patches:
+            self._event("warning", message=NO_PATCHES)
         self._steps.put, self._worker.used = self._worker.put, self._steps.copies.used
         self._tracker.background = self._worker
         # Only the profile of rank 0 reaches the record.
@@ -241,7 +247,8 @@ class Lifetime:
         if self._at_exit is None:
             self._at_exit = _finish_at_exit(self)
             self._clock.start()
-        ENDINGS.add(self)
+        if self.config.monitoring.patches:
+            ENDINGS.add(self)
 
     def _begin(self) -> None:
         """The first forward pass: by now the model is where it trains, and ranks know each other."""

@@ -69,6 +69,7 @@ def join(model: nn.Module, config: MonitorConfig, tracker: StepTracker, emit: Em
     try:
         ranks = join_job(model, config.monitoring.distributed, lambda: clock.current, emit, _device_name(model))
         if ranks is not None:
+            ranks.blocking.is_on = config.monitoring.patches
             _connect(ranks, tracker, model)
             ranks.start()
     except Exception as error:  # noqa: BLE001 - a job without statistics is still a job
@@ -90,7 +91,7 @@ def connect_device(ranks: Ranks, tracker: StepTracker, model: nn.Module) -> None
     if (device_time := tracker.device_time) is not None:
         device_time.on_step = ranks.add_device
         ranks.blocking.on_backward_computed = lambda: device_time.mark_inside_backward(COMMUNICATION)
-        if _is_sharded(model):
+        if ranks.blocking.is_on and _is_sharded(model):
             device_time.waits = waits_of(device_of(model), lambda: tracker.clock.current)
             if device_time.waits is not None:
                 device_time.waits.attach()

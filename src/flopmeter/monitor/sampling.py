@@ -47,6 +47,7 @@ class Sampling:
         self._interval_start = 0
         self._last_reason: str | None = None
         self._is_listening = False
+        self._may_listen = settings.patches
         # Estimate mode promises to measure nothing.
         self.is_on = settings.profile_steps and settings.mfu_calculation_mode != "estimate"
         if not self.is_on:
@@ -54,7 +55,7 @@ class Sampling:
 
     def start_run(self) -> None:
         """The run begins."""
-        self._is_listening = True
+        self._is_listening = self._may_listen
 
     def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
         """An ordinary step was digested; `index` is how many were before it."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 import msgspec
 from msgspec.structs import astuple
 
-from flopmeter.columns import stretches
+from flopmeter.columns import open_regular, stretches, tamed
 from flopmeter.errors import RecordError
 from flopmeter.record.rows import Rows, number
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
@@ -26,8 +26,6 @@ from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
 if TYPE_CHECKING:
     from flopmeter.waterfall import Waterfall
 
-BUFFER_BYTES = 1 << 17
-"""A hundred lines at a time: the usual buffer holds nine."""
 MAX_LINE_BYTES = 4 << 20
 MAX_COLUMNS = 4096
 MAX_EVENTS = 100_000
@@ -149,7 +147,7 @@ def load_run(path: str | Path) -> Run:
             if not (file_path / RUN_FILE).exists():
                 raise RecordError(f"{file_path} holds no run (no {RUN_FILE})")
             file_path = file_path / RUN_FILE
-        with file_path.open("rb", buffering=BUFFER_BYTES) as file:
+        with open_regular(file_path) as file:
             return RunReader(file_path).read(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -211,6 +209,7 @@ class RunReader:
         self.run = Run(path=path)
         """As far as it was read; only sound once it has a header, and after `settle`."""
         self._num_lines = 0
+        self._has_overlong = False
         self._bad: dict[str, list[int]] = {}
         self._rows = Rows(self.run.columns, MAX_COLUMNS)
         self._on_kind: dict[str, Callable[[dict[str, Any]], str | None]] = {
@@ -244,8 +243,8 @@ class RunReader:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether so many lines went by without a header that this is no run file."""
-        return self._num_lines >= MAX_LINES_WITHOUT_HEADER and not self.run.headers
+        """Whether so much went by without a header that this is no run file."""
+        return (self._num_lines >= MAX_LINES_WITHOUT_HEADER or self._has_overlong) and not self.run.headers
 
     def settle(self) -> None:
         """Make the columns equally long and name what was skipped; more lines may follow."""
@@ -268,9 +267,10 @@ class RunReader:
         if not raw.strip():
             return None
         if len(raw) > MAX_LINE_BYTES:
+            self._has_overlong = True
             return f"longer than {MAX_LINE_BYTES >> 20} MB"
         try:
-            line = _parse(raw)
+            line = tamed(_parse(raw))
         except (ValueError, RecursionError):
             return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
         handler = self._on_kind.get(str(line.get("kind"))) if isinstance(line, dict) else None
@@ -333,10 +333,9 @@ _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """Lines of a file of any kind; of an overlong one only the beginning is kept."""
     while line := file.readline(MAX_LINE_BYTES + 1):
-        rest = line
-        while rest and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES)
         yield line
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
 
 
 def _parse(raw: bytes) -> Any:

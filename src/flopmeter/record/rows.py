@@ -15,6 +15,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from flopmeter.columns import LARGEST
+
 MAX_WAITING = 1 << 17
 """Values that wait to be dealt out to their columns."""
 
@@ -98,7 +100,10 @@ class Rows:
         """Give each column its part of the rows that wait."""
         flat, width = array("d", b"".join(self._waiting)), len(self._empty)
         for place, key in enumerate(self._empty):
-            self._columns[key].extend(flat[place::width])
+            values = flat[place::width]
+            if not sum(map(abs, values)) < LARGEST:  # or there is a NaN
+                values = array("d", [math.nan if LARGEST <= abs(value) < math.inf else value for value in values])
+            self._columns[key].extend(values)
         self._num_dealt += len(self._waiting)
         self._waiting.clear()
 

@@ -43,10 +43,10 @@ class Folder:
         """The run file of that name.
 
         Raises:
-            RecordError: There is none, or it has been moved out of the folder by a link.
+            RecordError: There is none.
         """
         path = self.runs().get(name)
-        if path is None or not path.resolve().is_relative_to(self.root):
+        if path is None:
             raise RecordError("there is no such run")
         return path
 

@@ -8,11 +8,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
+from flopmeter.columns import open_regular
 from flopmeter.errors import RecordError
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
 from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
-from flopmeter.serve.tail import open_regular
 from flopmeter.text import clean, number
 
 HEAD_BYTES = 16 << 10
@@ -58,11 +58,12 @@ class Glance:
     """Why it cannot be read."""
 
 
-def glance_at(path: Path, name: str, title: str, now_s: float) -> Glance:
+def glance_at(path: Path, root: Path, name: str, title: str, now_s: float) -> Glance:
     """A look at both ends of a run file; whatever it holds, there is an answer."""
     updated_at = 0.0
     try:
-        with open_regular(path) as descriptor:
+        with open_regular(path, inside=root) as file:
+            descriptor = file.fileno()
             status = os.fstat(descriptor)
             updated_at = status.st_mtime
             run = _ends(path, descriptor, status.st_size)

@@ -58,7 +58,7 @@ class Shelf:
             return known
         relative = path.parent.relative_to(self.folder.root)
         title = str(relative) if relative.parts else self.folder.root.name
-        return key, glance_at(path, name, title, now_s)
+        return key, glance_at(path, self.folder.root, name, title, now_s)
 
     def state_of(self, name: str) -> State:
         """Whether the run goes on.
@@ -77,7 +77,7 @@ class Shelf:
         path = self.folder.find(name)
         with self._lock:
             if name not in self._tails:
-                self._tails[name] = _OpenRun(path)
+                self._tails[name] = _OpenRun(path, self.folder.root)
             self._tails.move_to_end(name)
             while len(self._tails) > self._max_open_runs:
                 self._tails.popitem(last=False)
@@ -87,8 +87,8 @@ class Shelf:
 class _OpenRun:
     """A run that is read on, with what was last made of it."""
 
-    def __init__(self, path: Path) -> None:
-        self.tail = Tail(path)
+    def __init__(self, path: Path, root: Path) -> None:
+        self.tail = Tail(path, root)
         self._made: dict[str, tuple[str, Any]] = {}
         self._first_look: threading.Thread | None = None
 

@@ -7,12 +7,12 @@ its end arrives.
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flopmeter.columns import open_regular
 from flopmeter.errors import RecordError
 from flopmeter.record import Run
 from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
@@ -23,10 +23,15 @@ SEAM_BYTES = 256
 
 
 class Tail:
-    """One run file that grows, and the run as read so far."""
+    """One run file that grows, and the run as read so far.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        root: The served folder: links below it are not followed. None: the file's own.
+    """
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
+        self._root = root or path.parent
         self.num_bytes_read = 0
         """In all, to show that nothing is read twice."""
         self._lock = threading.Lock()
@@ -65,7 +70,8 @@ class Tail:
             yield self._reader.run, f"{self._file_id[1] if self._file_id else 0:x}-{self._offset:x}"
 
     def _catch_up(self) -> None:
-        with open_regular(self.path) as descriptor:
+        with open_regular(self.path, inside=self._root) as file:
+            descriptor = file.fileno()
             status = os.fstat(descriptor)
             if not self._continues(descriptor, status):
                 self._start_over()
@@ -91,15 +97,3 @@ class Tail:
                 raise RecordError("it is not a flopmeter run file: it has no header line")
         # Of an overlong line the beginning is enough for the reader to refuse it.
         self._rest = self._rest[: MAX_LINE_BYTES + 1]
-
-
-@contextmanager
-def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor of an ordinary file that is not a symbolic link; a pipe would make us wait for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise RecordError("it is not an ordinary file")
-        yield descriptor
-    finally:
-        os.close(descriptor)

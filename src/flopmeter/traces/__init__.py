@@ -26,6 +26,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from flopmeter.columns import open_regular
 from flopmeter.errors import RecordError, TraceError
 from flopmeter.record import load_run
 from flopmeter.record.reader import nearest_run
@@ -69,7 +70,7 @@ def _kind(file: Path) -> Literal["run", "trace", "unknown"]:
         _look_for_its_runs(file)
         return "run"
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             begin = opened.read(4096)
     except OSError as error:
         raise RecordError(f"cannot read {file}: {error.strerror or error}{nearest_run(file)}") from None

@@ -6,11 +6,13 @@ shrink to a twentieth, a gzip bomb to a thousandth.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from flopmeter.columns import open_regular
 from flopmeter.errors import TraceError
 from flopmeter.schema import RUN_FILE
 
@@ -44,9 +46,10 @@ class TraceText:
         try:
             if (self.path / RUN_FILE).exists():
                 raise TraceError(f"{self.path} is a run, not a trace: flopmeter diagnose {self.path}")
-            with self.path.open("rb") as file:
-                size = self.path.stat().st_size
-                is_compressed = file.peek(2)[:2] == _GZIP
+            with open_regular(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                is_compressed = file.read(2) == _GZIP
+                file.seek(0)
                 limit = self._stated_bytes or _limit(size, is_compressed)
                 raw = self._read(file, size)
                 for piece in self._inflate(raw) if is_compressed else raw:
