@@ -534,7 +534,8 @@ def test_a_long_run_gets_its_training_log_when_it_is_asked_for(tmp_path: Path) -
     command = [sys.executable, "-m", "flopmeter", "report", "out", "--format", "training_log"]
     subprocess.run(command, cwd=long, check=True, capture_output=True)
     assert len(json.loads((long / "out" / "training_log.json").read_text())["step_logs"]) == 20_001
-    code, _, said = run(long, "monitor, train = loop()\nmonitor.start_training()\n(OUT / 'training_log.json').unlink()\n"
+    code, _, said = run(long, "monitor, train = loop()\nmonitor.start_training()\n"
+                        "(OUT / 'training_log.json').unlink()\n"
                         "monitor.save_logs()\nassert (OUT / 'training_log.json').exists()")  # fmt: skip
     assert code == 0, said
 
