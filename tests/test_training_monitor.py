@@ -161,9 +161,7 @@ def test_an_unknown_mode_is_zero_and_the_log_lists_the_known_ones(caplog: pytest
     assert "'exact' is none of smart, profiler, estimate, hybrid" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("model", "step_time"), [(PLAIN, 0.0), (nn.Conv2d(3, 4, 9), 1.0), (nn.ReLU(), 1.0), (None, 1.0)]
-)
+@pytest.mark.parametrize(("model", "step_time"), [(PLAIN, 0.0), (nn.ReLU(), 1.0), (None, 1.0)])
 def test_what_cannot_be_measured_is_zero_with_the_reason_in_the_log(
     model: nn.Module, step_time: float, caplog: pytest.LogCaptureFixture
 ) -> None:
