@@ -120,7 +120,7 @@ def test_a_disk_that_hangs_is_not_waited_for_for_ever_and_never_on_the_training_
         for name, (code, out, said) in answers.items():
             assert (name, code, out) == (name, 0, "trained False\n"), said
             assert "Traceback" not in said, said
-    assert len(load_run(tmp_path / "exit" / "out")) >= 0
+    assert load_run(tmp_path / "exit" / "out").headers  # what was on disk before is sound
     assert json.loads((tmp_path / "pipe for the log" / "out" / "training_log.json").read_text())["step_logs"]
 
 
@@ -250,7 +250,9 @@ def test_logging_that_raises_does_not_reach_the_loop(tmp_path: Path, setup: str)
 
 
 ODD_FINDERS = {
-    "no find_spec": "class Odd: pass\nsys.meta_path.insert({place}, Odd())",
+    "no find_spec": (  # as was usual up to Python 3.11
+        "class Odd:\n    def find_module(self, name, path=None): return None\nsys.meta_path.insert({place}, Odd())"
+    ),
     "find_spec that raises for torch": (
         "class Odd:\n    seen = 0\n    def find_spec(self, name, path=None, target=None):\n"
         "        Odd.seen += name == 'torch'\n        if name == 'torch' and Odd.seen == 1: raise OSError('once')\n"
@@ -266,7 +268,6 @@ ODD_FINDERS = {
         "        loader = Loader(); loader.real = spec.loader; spec.loader = loader\n        return spec\n"
         "sys.meta_path.insert({place}, Odd())"
     ),
-    "something else": "sys.meta_path.insert({place}, 3)",
 }
 
 
@@ -492,7 +493,8 @@ print(alive * 2 <= 64, len(flopmeter.load_run(OUT)))
     )
     code, out, said = run(tmp_path, program)
     assert (code, out) == (0, "True 140\n"), said
-    assert set(load_run(tmp_path / "out").column("perf/tokens")[20:]) <= {8.0 * 32768} or True
+    tokens = load_run(tmp_path / "out").column("perf/tokens")
+    assert not tokens or set(tokens) == {8.0 * 32768}
 
 
 def test_a_forked_child_that_trains_keeps_nothing(tmp_path: Path) -> None:
@@ -534,9 +536,14 @@ def test_a_long_run_gets_its_training_log_when_it_is_asked_for(tmp_path: Path) -
     command = [sys.executable, "-m", "flopmeter", "report", "out", "--format", "training_log"]
     subprocess.run(command, cwd=long, check=True, capture_output=True)
     assert len(json.loads((long / "out" / "training_log.json").read_text())["step_logs"]) == 20_001
-    code, _, said = run(long, "monitor, train = loop()\nmonitor.start_training()\n"
-                        "(OUT / 'training_log.json').unlink()\n"
-                        "monitor.save_logs()\nassert (OUT / 'training_log.json').exists()")  # fmt: skip
+    asks = """
+        monitor, train = loop()
+        monitor.start_training()
+        (OUT / "training_log.json").unlink()
+        monitor.save_logs()
+        assert (OUT / "training_log.json").exists()
+        """
+    code, _, said = run(long, asks)
     assert code == 0, said
 
 
@@ -599,8 +606,7 @@ with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
 config = {"monitoring": {"report": False, "sinks": ["prometheus", "tensorboard"]}, "prometheus": {"port": port},
-          "logging": {"basic_every": 1}}
-config.pop("logging")
+          "wandb": {"enabled": False}}
 monitor = flopmeter.TrainingMonitor(OUT, config)
 monitor.start_training()
 for step in range(1, 6):

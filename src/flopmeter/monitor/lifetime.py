@@ -343,6 +343,7 @@ class Lifetime:
     def leave_to_parent(self) -> None:
         """In a forked child: the record is the parent's."""
         self._steps.switch_off()
+        self._tracker.workloads = None
         if self._worker is not None:
             self._worker.abandon()
             self._steps.put = self._worker.put

@@ -396,7 +396,9 @@ class Worker:
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> Mapping[str, float]:
         """The door to all sinks: what is no number, or has no name, stays outside, with one warning."""
-        if not metrics or all(type(value) is float and key.isascii() for key, value in metrics.items()):
+        if not metrics or all(
+            type(value) is float and type(key) is str and key.isascii() for key, value in metrics.items()
+        ):
             return metrics or {}
         numbers: dict[str, float] = {}
         for key, value in metrics.items():
@@ -409,7 +411,7 @@ class Worker:
                     value if type(value) is int else number
                 )
             except Exception:  # noqa: BLE001 - a thing of the user's: whatever it raises, it is no number
-                self._refuse(repr(key)[:80], type(value).__name__)
+                self._refuse(repr(key)[:80] if isinstance(key, str) else type(key).__name__, type(value).__name__)
         return numbers
 
     def _refuse(self, key: str, kind: str) -> None:

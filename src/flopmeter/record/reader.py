@@ -178,10 +178,11 @@ def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], flo
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return "", 0.0
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or not status.st_size:
+        os.close(descriptor)
+        return "", 0.0
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not status.st_size:
-            return "", 0.0
         first = _object(file.readline(MAX_LINE_BYTES + 1))
         file.seek(max(status.st_size - MAX_LINE_BYTES, 0))
         last = _object(file.read(MAX_LINE_BYTES).rstrip().rpartition(b"\n")[2])

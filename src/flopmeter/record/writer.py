@@ -25,7 +25,17 @@ except ImportError:  # Windows
 logger = logging.getLogger("flopmeter")
 
 MAX_PENDING_BYTES = 8 << 20
-_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+def _text(value: Any) -> str:
+    """What JSON does not know, as text."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - a thing of the user's: whatever it raises, its line is kept
+        return type(value).__name__
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_text)
 
 
 _writers: dict[tuple[int, int], RunWriter] = {}
@@ -236,7 +246,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
     except (ValueError, TypeError, OverflowError, RecursionError):
         data = b"null"
     if b"null" in data:  # what the encoder makes of NaN, and of None: look closer
-        data = json.dumps(_strict(line), allow_nan=False, separators=(",", ":"), default=str).encode()
+        data = json.dumps(_strict(line), allow_nan=False, separators=(",", ":"), default=_text).encode()
     return data + b"\n"
 
 
