@@ -227,7 +227,7 @@ def test_whatever_float_takes_is_recorded_as_a_number(tmp_path: Path) -> None:
     }
     assert [event["metrics"] for event in events["metrics"]] == [dict.fromkeys(GOOD, 0.25)] * 6
     named = {f"eval/{name}": 0.25 for name in (*GOOD, "loss", "accuracy")}
-    assert [event["metrics"] for event in events["evaluation"]] == [named] * 6
+    assert [event["metrics"] for event in evaluations] == [named] * 6
     assert [(event["epoch"], event["avg_loss"], event["elapsed_time"]) for event in events["epoch"]] == [
         (1, 0.25, 2)
     ] * 6
@@ -340,14 +340,14 @@ def test_steps_of_different_work_that_nobody_can_tell_apart_have_no_flops(tmp_pa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     smart = {**CONFIG["monitoring"], "overhead_budget": 0.5}
     monitor = watch(model, optimizer, None, tmp_path, {"monitoring": smart, "flops_profile_freq": 5})
-    for step in range(14):
+    for step in range(60):
         model.encode(torch.randn(ROWS * (1 + step // 6), WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.02)
     monitor.finish_training()
     run = load_run(tmp_path)
-    assert len([event for event in run.events if event["event"] == "count"]) == 2
+    assert len([event for event in run.events if event["event"] == "count"]) >= 2
     assert sum("unknown" in message and "differ" in message for message in warnings_of(run)) == 1
 
 
@@ -366,7 +366,7 @@ class CountedChildren(dict[str, Any]):
 
 
 def test_the_look_at_a_model_of_many_modules_keeps_to_the_budget(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model = Coder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitoring = {**CONFIG["monitoring"], "mfu_calculation_mode": "estimate"}
     children = CountedChildren(model._modules)
