@@ -227,7 +227,7 @@ def test_whatever_float_takes_is_recorded_as_a_number(tmp_path: Path) -> None:
     }
     assert [event["metrics"] for event in events["metrics"]] == [dict.fromkeys(GOOD, 0.25)] * 6
     named = {f"eval/{name}": 0.25 for name in (*GOOD, "loss", "accuracy")}
-    assert [event["metrics"] for event in evaluations] == [named] * 6
+    assert [event["metrics"] for event in events["evaluation"]] == [named] * 6
     assert [(event["epoch"], event["avg_loss"], event["elapsed_time"]) for event in events["epoch"]] == [
         (1, 0.25, 2)
     ] * 6
