@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter import ConfigError, Run, load_run, watch
+from flopmeter import ConfigError, Run, TrainingMonitor, load_run, watch
 
 JOB = Path(__file__).with_name("harm_steps_job.py")
 CONFIG = {"monitoring": {"sinks": [], "report": False, "peak_flop_per_s": 1e12, "profile_steps": False}}
@@ -338,8 +338,8 @@ def test_a_loop_that_never_calls_the_root_has_its_steps_and_a_word_about_it(tmp_
 def test_steps_of_different_work_that_nobody_can_tell_apart_have_no_flops(tmp_path: Path) -> None:
     model = Coder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    smart = {**CONFIG["monitoring"], "overhead_budget": 0.5}
-    monitor = watch(model, optimizer, None, tmp_path, {"monitoring": smart, "flops_profile_freq": 5})
+    settings = {"monitoring": {**CONFIG["monitoring"], "overhead_budget": 0.5}}
+    monitor = TrainingMonitor(tmp_path, settings, flops_profile_freq=5, model=model, optimizer=optimizer)
     for step in range(60):
         model.encode(torch.randn(ROWS * (1 + step // 6), WIDTH)).sum().backward()
         optimizer.step()
