@@ -45,7 +45,12 @@ def two_ranks(folder: Path, kind: str, *, watched: bool = True) -> list[Any]:
         subprocess.Popen([*command, str(rank), str(int(watched))], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    errors = [job.communicate(timeout=120)[1] for job in jobs]
+    try:
+        errors = [job.communicate(timeout=120)[1] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
     assert [job.returncode for job in jobs] == [0, 0], errors
     return [json.loads((folder / f"{kind}{rank}.json").read_text()) for rank in range(2)]
 
