@@ -376,8 +376,8 @@ def test_a_second_run_in_the_same_folder_is_said_and_summed_up_for_itself(
     first.finish()
     assert "has ended" not in caplog.text
     second = Loop(tmp_path)
-    assert f"{tmp_path} holds a run that has ended; this one is added to it" in caplog.text
     second.train(20)
+    assert f"{tmp_path} holds a run that has ended; this one is added to it" in caplog.text
     run = second.finish()
     assert run.starts == [0, 8]
     assert len(run) == 28

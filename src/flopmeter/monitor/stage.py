@@ -35,6 +35,7 @@ class Stage:
         self.unseen: StepFlop | None = None
         """FLOPs of a step whose batch nobody saw, as long as all counts of such steps agree."""
         self._unseen_counts: list[float] = []
+        self._differ = False
 
     def learn(self, count: FlopCount, workload: Workload | None) -> float | None:
         """A step was counted; gives the relative error of what had been predicted for it."""
@@ -44,14 +45,14 @@ class Stage:
         return error
 
     def learn_unseen(self, count: FlopCount) -> bool:
-        """A step was counted in which the model itself was not called; gives whether such steps differ."""
-        self.has_count = True
-        self._unseen_counts.append(count.model_flop)
+        """A step was counted in which the model itself was not called; gives whether such steps differ from now on."""
+        self.has_count, before = True, self.unseen
+        self._unseen_counts = [*self._unseen_counts[:1], count.model_flop]  # the first and the last
         model, hardware = _short(count.by_dtype), _short(count.hardware_by_dtype)
         least, most = min(self._unseen_counts), max(self._unseen_counts)
-        differs = most > (1 + SAME) * least
-        self.unseen = None if differs else StepFlop(model, hardware, model)
-        return differs
+        self._differ = self._differ or most > (1 + SAME) * least
+        self.unseen = None if self._differ else StepFlop(model, hardware, model)
+        return self._differ and before is not None
 
     def predict(self, workload: Workload) -> tuple[StepFlop | None, bool]:
         """FLOPs of a step with this workload, and whether that is asked for the first time since the last count."""

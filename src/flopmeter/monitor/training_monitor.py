@@ -97,7 +97,7 @@ class TrainingMonitor(Lifetime):
     @property
     def is_running(self) -> bool:
         """Whether it has started and not finished."""
-        return self._state == "running"
+        return self._at_exit is not None and self._state != "finished"
 
     def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
         """Iterate over any loader, timing the wait for each batch."""
