@@ -69,10 +69,13 @@ def snapshot():
     return found
 
 def differing(before, now):
-    missing = object()
-    return {key for key, value in before.items()
-            if (other := now.get(key, missing)) is not value and not (type(other) is type(value) in (tuple, dict, list)
-                                                                     and other == value)}
+    missing, changed = object(), set()
+    for key, value in before.items():
+        other = now.get(key, missing)
+        is_equal = type(other) is type(value) and isinstance(value, (tuple, dict, list)) and other == value
+        if other is not value and not is_equal:
+            changed.add(key)
+    return {key for key in changed if key.rpartition(".")[0] not in changed}  # a class that is replaced is one change
 
 class Net(nn.Module):
     def __init__(self):
