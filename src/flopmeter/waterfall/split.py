@@ -149,12 +149,15 @@ class Split:
         return Slice(matmul.seconds - ideal.seconds, uncertainty_s, f"{matmul.how}; less the ideal")
 
     def _phase(self, phase: str, key: str) -> Slice | None:
-        """A phase of every step. On a GPU, where the host only hands it over: what the device took."""
+        """A phase of every step. On a GPU, where the host only hands it over: what the device took.
+
+        A sampled step tells what ran there; marks also hold the idle time in between, which is a launch gap.
+        """
+        if self.sampled is not None and self.sampled.device == "cuda" and key in self.sampled.seconds:
+            return self._from_samples(key)
         device_s = self._on_device(phase)
         if device_s is not None:
             return Slice(len(self.window) * device_s, 0.0, "device time between marks, mean of the steps that have it")
-        if self.sampled is not None and self.sampled.device == "cuda" and key in self.sampled.seconds:
-            return self._from_samples(key)
         amount = self.window.amount(f"perf/{phase}_share")
         return amount and self._total(amount, "host time of every step")
 
