@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from flopmeter.distributed import COMMUNICATION
-from flopmeter.timing.bound import judge
+from flopmeter.timing.bound import MIN_STEPS, judge
 from flopmeter.timing.events import DeviceStep, DeviceTimeline
 from flopmeter.timing.sharded import ShardedWaits
 
@@ -45,6 +45,8 @@ class DeviceTime:
         self._every = every
         self._kernel_share = kernel_share
         self._steps: list[DeviceStep] = []
+        self._before: deque[DeviceStep] = deque(maxlen=MIN_STEPS)
+        """The last ones that were reported: a run ends with a few steps, which tell nothing by themselves."""
         self._left_out: deque[int] = deque(maxlen=MAX_STEPS)
 
     def end_step(self, number: int) -> None:
@@ -87,10 +89,13 @@ class DeviceTime:
             self.on_step(phase_s)
 
     def report(self) -> None:
-        """Write what has come together."""
+        """Write what has come together: mean seconds of a step by phase, with the verdict on who waits."""
         steps, self._steps = self._steps, []
         if not steps:
             return
+        judged = steps if len(steps) >= MIN_STEPS else [*self._before, *steps]
+        verdict = judge(judged, kernel_share=self._kernel_share())
+        self._before.extend(steps)
         device_s: dict[str, float] = defaultdict(float)
         for step in steps:
             for phase, time in step.phases.items():
@@ -98,9 +103,12 @@ class DeviceTime:
         metrics = {}
         if COMMUNICATION in device_s and sum(device_s.values()) > 0:  # the host only hands collectives over
             metrics["perf/exposed_communication_share"] = device_s[COMMUNICATION] / sum(device_s.values())
-        verdict = asdict(judge(steps, kernel_share=self._kernel_share()))
         self._event(
-            "device_time", metrics=metrics or None, num_steps=len(steps), device_s=dict(device_s), verdict=verdict
+            "device_time",
+            metrics=metrics or None,
+            num_steps=len(steps),
+            device_s=dict(device_s),
+            verdict=asdict(verdict),
         )
 
     def close(self) -> None:
