@@ -4,8 +4,9 @@ A profiled step is longer than an ordinary one. How much, we know: the seconds t
 that ordinary steps spend on it. Where the surplus sits, we do not know. Recording costs the host a few microseconds per
 operator, between operators: so much is taken off the gaps. The rest is taken to be chance, another process on the core,
 and comes off everything in proportion. On a GPU kernels are timed by the device, and last no longer because the host is
-traced: there the whole surplus comes off the gaps, and off nothing else. A sampled step that was faster than ordinary
-ones is left as it is, and leaves something unexplained. What was taken off a part is its uncertainty.
+traced: there the whole surplus comes off the gaps, and off nothing else; where ordinary steps are longer than the
+sampled one, the device idles for longer in them, and the gaps are larger. Elsewhere a sampled step that was faster than
+ordinary ones is left as it is, and leaves something unexplained. What was taken off a part is its uncertainty.
 
 A profile may see some of the loop's own code as well, that between the forward and the backward pass. Then the surplus
 is known only between two bounds, and what the whole step took beyond a typical one decides within them.
@@ -90,7 +91,7 @@ def reduce_profiles(
         device="cuda" if usable[-1].get("device") == "cuda" else "cpu",
         num_profiles=len(profiles),
         seconds={key: middle([profile[key] for profile in corrected if key in profile]) for key in keys},
-        uncertainty_s={key: median(values) for key, values in taken_off.items()},
+        uncertainty_s={key: abs(median(values)) for key, values in taken_off.items()},
         num_ops=median(known(event.get("num_ops") for event in usable) or [math.nan]),
         top=_top(usable[-1].get("top"), _kept(profiles[-1], corrected[-1])),
     )
@@ -102,14 +103,14 @@ def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _surplus_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
-    """What sampling added to the step's computing; 0 where the step was faster than ordinary ones."""
+    """What sampling added to the step's computing; on a CPU 0 where the step was faster than ordinary ones."""
     if ordinary is None:
         return 0.0
     most_s = math.fsum(known(event.get(key) for key in INSIDE)) - ordinary.compute_s
     least_s = most_s - ordinary.loop_s
     longer_s = number(event.get("step_s")) - number(event.get("typical_step_s"))
     likely_s = least_s if math.isnan(longer_s) else min(max(longer_s, least_s), most_s)
-    return max(likely_s, 0.0)
+    return likely_s if event.get("device") == "cuda" else max(likely_s, 0.0)
 
 
 def _recording_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:

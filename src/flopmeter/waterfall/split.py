@@ -71,11 +71,15 @@ class Split:
         return Ordinary(max(phases.median_s - exposed_s - collected_s, 0.0), loop_s, self._num_optimizer_ops())
 
     def _step_without(self, beside: Sequence[str], events: Sequence[Mapping[str, Any]]) -> Ordinary | None:
-        """On a GPU the host's phases are not the device's: the step, less what the device did beside computing."""
+        """On a GPU the host's phases are not the device's: the step, less what the device did beside computing.
+
+        What passed on the device while the loop ran its own code between two steps lies outside the sampled kernels.
+        """
         if self.window.step is None:
             return None
         wait, lost_s = self.window.amount("perf/data_wait_share"), self._on_device("data_wait")
         wait_s = lost_s if lost_s is not None else wait.median_s if wait else 0.0
+        wait_s += self._on_device("other") or 0.0
         compute_s = self.window.step.median_s - wait_s - _median_sum(events, beside) - self._usual_gc_s()
         return Ordinary(max(compute_s, 0.0), 0.0, self._num_optimizer_ops())
 
