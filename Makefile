@@ -4,15 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test coverage test-gpu lint results pictures clean
+# Where there is no GPU: torch's CUDA build on a simulated one (tests/simcuda). Never install anything there that
+# needs torch: pip would bring NVIDIA's libraries, and torch would take those.
+GPU_VENV := .venv-gpu
+GPU_PIP := $(GPU_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
+GPU_TESTS := -m pytest -q --confcutdir=tests/gpu tests/gpu
+QUICK_TESTS := tests/test_architecture.py tests/test_bound.py tests/test_cli.py tests/test_config.py tests/test_devices.py \
+  tests/test_diagnosis.py tests/test_docs.py tests/test_formulas.py tests/test_measuring.py tests/test_monitor.py \
+  tests/test_observe.py tests/test_package.py tests/test_record.py tests/test_steps.py tests/test_timing.py \
+  tests/test_training_monitor.py tests/test_truth.py tests/test_waterfall.py
+
+.PHONY: help demo test check coverage test-gpu gpu-truth simulated-gpu lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT for half a minute and watch its MFU"
 	@echo "make test    linters, types and tests"
 	@echo "make coverage  the tests, and which lines of src/ they reach"
+	@echo "make check   linters, types and a quick part of the tests: three minutes"
 	@echo "make lint    linters and types only"
-	@echo "make test-gpu  what only a CUDA device can show"
+	@echo "make test-gpu  what a CUDA device can show: on yours, else on a simulated one"
+	@echo "make gpu-truth  verdict, waterfall and MFU against what the simulated device did"
 	@echo "make results   a short run of every benchmark, then the README's tables from the results on file"
 	@echo "make pictures  the README's pictures, from real runs in a real browser"
 	@echo "make clean   remove the virtual environment and caches"
@@ -27,8 +39,24 @@ test: lint
 coverage: $(VENV)/.ready-test
 	-$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term
 
+check: lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK_TESTS)
+
+# Without a GPU, a compiler or torch's CUDA build there is nothing to test: one line says so.
 test-gpu: $(VENV)/.ready-test
-	$(BIN)/python -m pytest tests/gpu
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BIN)/python $(GPU_TESTS); \
+	elif [ "$$(uname -sm)" != "Linux x86_64" ] || ! command -v g++ readelf nm >/dev/null; then \
+	  echo "tests/gpu did not run: no CUDA device, and the simulated one needs Linux on x86-64, g++ and binutils"; \
+	elif ! $(MAKE) -s $(GPU_VENV)/.torch; then \
+	  echo "tests/gpu did not run: no CUDA device, and torch's CUDA build for the simulated one could not be installed"; \
+	else \
+	  $(MAKE) -s simulated-gpu && for devices in 1 2; do echo "tests/gpu, simulated devices: $$devices"; \
+	    SIMCUDA_DEVICES=$$devices tests/simcuda/run python $(GPU_TESTS) || exit 1; done; fi
+
+# Only the simulated device knows what it did.
+gpu-truth: simulated-gpu
+	tests/simcuda/run python benchmarks/gpu_truth.py
 
 # The short form only shows that every benchmark runs: the figures on file come from full runs on a quiet machine.
 results: $(VENV)/.ready-test
@@ -65,5 +93,26 @@ $(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
 	@$(PIP) -q -e '.[dev]'
 	@touch $@ $(VENV)/.ready-demo
 
+simulated-gpu: $(GPU_VENV)/.ready $(GPU_VENV)/simcuda/.built
+
+# The build without a local version ("===") is the one for CUDA; a folder of CPU builds cannot take its place.
+$(GPU_VENV)/.torch: constraints.txt
+	@echo "Making $(GPU_VENV) with torch's CUDA build, without NVIDIA's libraries (once) ..."
+	@$(PYTHON) -m venv $(GPU_VENV)
+	@$(GPU_PIP) --no-deps "torch===$$(sed -n 's/^torch==//p' constraints.txt)"
+	@touch $@
+
+$(GPU_VENV)/.ready: $(GPU_VENV)/.torch pyproject.toml
+	@$(GPU_VENV)/bin/python -c "from importlib.metadata import requires; print(*[each for each in requires('torch') \
+	  if 'extra' not in each and not each.startswith(('nvidia', 'cuda'))], sep='\n')" > $(GPU_VENV)/torch-needs.txt
+	@$(GPU_PIP) -r $(GPU_VENV)/torch-needs.txt -e '.[nvml,resources]' numpy pytest pytest-timeout 2> $(GPU_VENV)/pip.txt \
+	  || { cat $(GPU_VENV)/pip.txt; exit 1; }
+	@touch $@
+
+$(GPU_VENV)/simcuda/.built: $(GPU_VENV)/.torch tests/simcuda/build.sh $(wildcard tests/simcuda/*.cpp tests/simcuda/*.h tests/simcuda/*.py)
+	@echo "Building the simulated CUDA device ..."
+	@tests/simcuda/build.sh $(GPU_VENV)/bin/python $(GPU_VENV)/simcuda
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(GPU_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

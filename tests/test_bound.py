@@ -31,16 +31,43 @@ def run(kernel_s: float, *, num_steps: int = 14, reads_loss: str = "", data_s: f
 def test_kernels_shorter_than_their_launch_make_a_run_host_bound(reads_loss: str) -> None:
     verdict = judge(run(3 * US, reads_loss=reads_loss))
     assert verdict.bound == "host"
-    assert verdict.waiting_share == 1.0
     assert verdict.reason == "the device waited for the host to launch or synchronise in 100 % of 12 steps"
 
 
-@pytest.mark.parametrize("kernel_s", [6 * US, 20 * US])
-@pytest.mark.parametrize("reads_loss", ["", "step", "forward"])
+@pytest.mark.parametrize(
+    ("kernel_s", "reads_loss"), [(20 * US, ""), (20 * US, "step"), (20 * US, "forward"), (6 * US, "")]
+)
 def test_kernels_longer_than_their_launch_make_a_run_device_bound(kernel_s: float, reads_loss: str) -> None:
     verdict = judge(run(kernel_s, reads_loss=reads_loss))
     assert verdict.bound == "device"
-    assert verdict.waiting_share == 0.0
+    assert verdict.queued_share > 0.5
+
+
+@pytest.mark.parametrize(
+    ("kernel_share", "bound"), [(None, "unknown"), (0.97, "device"), (0.5, "device"), (0.49, "host"), (0.1, "host")]
+)
+def test_a_device_that_is_a_little_behind_is_judged_by_a_sampled_step_alone(
+    kernel_share: float | None, bound: str
+) -> None:
+    # A microsecond a kernel behind after each read: 1200 kernels that never end, or one long one at the end of each
+    # phase, leave the same marks.
+    assert judge(run(6 * US, reads_loss="step"), kernel_share=kernel_share).bound == bound
+
+
+def test_a_long_kernel_at_the_end_of_a_phase_does_not_make_a_device_the_slower_one() -> None:
+    # A step of 23 ms, 7 ms of it forward, in which the device is 1.6 ms behind at the end: it works 7 % of the time.
+    phases = {
+        "forward": PhaseTime(device_s=7 * MS, host_s=7 * MS, lag_at_least_s=1.6 * MS),
+        "backward": PhaseTime(device_s=13 * MS, host_s=13 * MS),
+        "optimizer": PhaseTime(device_s=3 * MS, host_s=3 * MS),
+    }
+    verdict = judge([DeviceStep(step=0, device_s=23 * MS, phases=phases)] * 10)
+    assert (verdict.bound, verdict.queued_share) == ("unknown", pytest.approx(1.6 / 23))
+    assert judge([DeviceStep(step=0, device_s=23 * MS, phases=phases)] * 10, kernel_share=0.21).bound == "host"
+
+
+def test_what_marks_prove_outweighs_an_older_sample() -> None:
+    assert judge(run(20 * US), kernel_share=0.1).bound == "device"
 
 
 def test_a_read_in_every_step_makes_the_lag_exact() -> None:
@@ -70,8 +97,7 @@ def test_backlog_is_seen_in_the_phases_that_the_device_begins_late(
 def test_a_device_that_waits_in_one_phase_alone_is_not_host_bound() -> None:
     device = SimulatedDevice()
     loop = Loop(device, timeline_on(device), kernel_s=20 * US, forward=0, reads_loss="step")
-    verdict = judge(loop.run(14))
-    assert (verdict.bound, verdict.waiting_share) == ("device", 0.0)
+    assert judge(loop.run(14)).bound == "device"
 
 
 def step_with(lag_s: float, *, step_s: float = 0.001, has_backlog: bool = False) -> DeviceStep:
@@ -79,7 +105,7 @@ def step_with(lag_s: float, *, step_s: float = 0.001, has_backlog: bool = False)
     return DeviceStep(step=0, device_s=step_s, phases={"forward": time})
 
 
-@pytest.mark.parametrize(("num_behind", "bound"), [(1, "host"), (2, "device")])
+@pytest.mark.parametrize(("num_behind", "bound"), [(1, "host"), (2, "unknown"), (4, "unknown"), (5, "device")])
 def test_one_step_in_ten_may_be_behind_in_a_host_bound_run(num_behind: int, bound: str) -> None:
     steps = [step_with(0.0)] * (10 - num_behind) + [step_with(0.0, has_backlog=True)] * num_behind
     assert judge(steps).bound == bound
@@ -87,7 +113,7 @@ def test_one_step_in_ten_may_be_behind_in_a_host_bound_run(num_behind: int, boun
 
 @pytest.mark.parametrize(
     ("lag_s", "step_s", "bound"),
-    [(49 * US, MS, "host"), (51 * US, MS, "device"), (9 * MS, 1.0, "host"), (11 * MS, 1.0, "device")],
+    [(49 * US, MS, "host"), (51 * US, MS, "unknown"), (9 * MS, 1.0, "host"), (11 * MS, 1.0, "unknown")],
 )
 def test_a_lag_of_a_few_launches_or_a_hundredth_of_the_step_is_none(lag_s: float, step_s: float, bound: str) -> None:
     assert judge([step_with(lag_s, step_s=step_s)] * 10).bound == bound
@@ -97,7 +123,7 @@ def test_too_few_steps_or_steps_with_a_flaw_give_no_verdict() -> None:
     flawed = DeviceStep(step=0, device_s=None, phases={}, flaw="unordered")
     unmarked = DeviceStep(step=0, device_s=1.0, phases={"other": PhaseTime(device_s=1.0)})
     verdict = judge([flawed] * 50 + [unmarked] * 50 + [step_with(0.0)] * 9)
-    assert (verdict.bound, verdict.num_steps, verdict.waiting_share) == ("unknown", 9, None)
+    assert (verdict.bound, verdict.num_steps, verdict.queued_share) == ("unknown", 9, None)
     assert "9 steps" in verdict.reason
 
 
@@ -235,15 +261,25 @@ def test_a_recorded_run_takes_the_device_as_long_as_its_kernels_did(
             assert step.phases[phase].device_s == pytest.approx(recorded_s, abs=tolerance * step.device_s)
 
 
-@pytest.mark.parametrize(("name", "has_waits", "num_steps", "tolerance"), RECORDED)
-def test_no_recorded_run_waited_for_its_host(name: str, has_waits: bool, num_steps: int, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "has_waits", "num_steps", "kernel_share"),
+    [
+        ("v100_single_5steps", False, 4, None),
+        ("a100_low_busy_5steps", True, 4, None),
+        ("a100_nccl_6steps", True, 5, 0.838),  # idle 16.2 % by HTA
+    ],
+)
+def test_no_recorded_run_waited_for_its_host(
+    name: str, has_waits: bool, num_steps: int, kernel_share: float | None
+) -> None:
     recording = load_recording(name)
     result = replay(recording, has_waits=has_waits)
     # By their own end times: each device is still in backward when its host has enqueued the whole optimizer.
     for (passed_s, phase), (left_s, _) in zip(result.passed_s, recording.marks[1:], strict=False):
         assert phase != "optimizer" or passed_s > left_s
-    verdict = judge(result.steps, min_steps=num_steps)
-    assert (verdict.bound, verdict.waiting_share) == ("device", 0.0)
+    # Where host and device go through forward together, marks prove too little, and the sampled share of kernels does.
+    assert judge(result.steps, min_steps=num_steps, kernel_share=kernel_share).bound == "device"
+    assert judge(result.steps, min_steps=num_steps).bound == ("device" if kernel_share is None else "unknown")
 
 
 def test_the_same_kernels_on_a_host_ten_times_slower_are_host_bound() -> None:

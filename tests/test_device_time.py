@@ -201,7 +201,7 @@ def test_a_model_that_is_moved_after_watch_is_held_against_the_device_where_it_t
     where = [torch.device("cpu")]
     simulated = SimulatedDevice()
 
-    def peak(device: torch.device, dtype: str, peak_flop_per_s: float | None = None) -> Peak:
+    def peak(device: torch.device, dtype: str, **_: object) -> Peak:
         return Peak(flop_per_s=1e11 if device.type == "cpu" else 6e13, dtype=dtype, device=str(device), source="table")
 
     def timeline(device: torch.device) -> DeviceTimeline | None:

@@ -107,6 +107,30 @@ def test_a_broken_part_is_exit_code_1_and_named_in_the_table() -> None:
     assert "too low" in " ".join(answer.stdout.split())
 
 
+LEAVES_A_LOCK = """
+import os, time
+from multiprocessing import get_context, util
+
+real = os.setsid
+
+def setsid():  # the child's first act
+    global lock
+    real()
+    lock = get_context("spawn").Lock()
+    util.Finalize(None, time.sleep, args=(60,), exitpriority=100)  # it is killed before it has put its things away
+
+os.setsid = setsid
+"""
+
+
+def test_a_check_that_is_killed_leaves_no_word_on_the_screen(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LEAVES_A_LOCK)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    answer = doctor("--json", "--only", "libraries", PYTHONPATH=path)
+    assert standings(answer)
+    assert answer.stderr == ""
+
+
 def test_an_unknown_check_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="there is no check 'nonsense'; there are: libraries, reading, peak"):
         list(examine(["nonsense"]))

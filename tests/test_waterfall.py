@@ -326,7 +326,24 @@ def test_on_a_gpu_only_the_wait_that_left_it_idle_is_lost(tmp_path: Path) -> Non
     )
     found = seconds_of(HEALTHY.but(device="cuda", events=(idle,)).run(tmp_path).waterfall())
     assert found["data_wait"] == pytest.approx(40 * 0.0002)
-    assert found["optimizer"] == pytest.approx(40 * 0.006)
+
+
+def test_on_a_gpu_the_idle_time_of_the_update_is_counted_once(tmp_path: Path) -> None:
+    # Marks say 6 ms from the first to the last of the update, the sampled step 5 ms of kernels: 1 ms is a gap.
+    marks = event("device_time", START_S + 2, num_steps=10, device_s={"optimizer": 0.006})
+    found = seconds_of(HEALTHY.but(device="cuda", events=(marks,)).run(tmp_path).waterfall())
+    assert found["optimizer"] == pytest.approx(40 * 0.005)
+
+
+def test_on_a_gpu_the_cost_of_tracing_comes_off_the_gaps_alone(tmp_path: Path) -> None:
+    # A step of 100 ms, of which kernels run for 70 + 20 + 5 ms. Traced, the host needs 28 ms more, the kernels none;
+    # five microseconds for each of 100 operators would be 0.5 ms.
+    plan = HEALTHY.but(device="cuda", sampling_s=0.028, num_ops=100)
+    found = seconds_of(plan.run(tmp_path).waterfall())
+    assert found["matmul_below_peak"] == pytest.approx(40 * 0.020)
+    assert found["non_matmul"] == pytest.approx(40 * 0.020)
+    assert found["launch_gaps"] == pytest.approx(40 * 0.004)
+    assert found["unexplained"] == pytest.approx(0, abs=1e-9)
 
 
 def test_on_a_gpu_communication_is_exposed_where_the_device_has_nothing_else_to_do(tmp_path: Path) -> None:

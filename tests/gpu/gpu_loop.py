@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import nn
 
 from flopmeter import Run, TrainingMonitor, load_run, watch
 
+IS_SIMULATED = "SIMCUDA_DEVICES" in os.environ
+"""Whether this is the device of tests/simcuda, which computes nothing."""
 PEAK = {"peak_flop_per_s": 1e15, "sinks": [], "report": False}
 
 

@@ -35,9 +35,8 @@ def test_nvml_is_asked_for_this_gpu_by_its_uuid() -> None:
     assert sample["resource/gpu_memory_bytes"] == pytest.approx(total - free, rel=0.1, abs=1e9)
 
 
+@pytest.mark.devices(2)  # of one GPU the index is the number
 def test_hidden_gpus_do_not_shift_the_numbers() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU: its index is its number")
     pytest.importorskip("pynvml")
     code = (
         "import torch; from flopmeter.resources import ResourceSampler\n"

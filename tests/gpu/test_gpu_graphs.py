@@ -114,11 +114,18 @@ def train_compiled(mode: str, folder: Path | None) -> tuple[list[float], int]:
     return losses, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_model_trains_as_without_us_and_stays_compiled(tmp_path: Path, mode: str) -> None:
-    plain, num_plain = train_compiled(mode, None)
-    ours, num_ours = train_compiled(mode, tmp_path)
+def test_a_compiled_model_has_the_losses_that_it_has_without_us(tmp_path: Path, mode: str) -> None:
+    plain, _ = train_compiled(mode, None)
+    ours, _ = train_compiled(mode, tmp_path)
     assert ours == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_stays_compiled(tmp_path: Path, mode: str) -> None:
+    _, num_plain = train_compiled(mode, None)
+    _, num_ours = train_compiled(mode, tmp_path)
     assert num_ours == num_plain
     assert load_run(tmp_path).column("perf/model_flop")[-1] == Loop().flop
 
@@ -147,4 +154,5 @@ def test_graphs_of_compiled_code_can_be_made_in_an_observed_step() -> None:
             for _ in range(4):
                 torch.compiler.cudagraph_mark_step_begin()
                 model(x, lengths).backward()
+                model.zero_grad(set_to_none=True)  # a gradient in a graph's memory must not be there at its next run
         assert observed.result().model_flop > 0

@@ -19,16 +19,16 @@ JOB = Path(__file__).with_name("gpu_ddp_job.py")
 
 
 def launch(folder: Path, bucket_mb: int, **environment: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB)]
     command += [str(folder), str(bucket_mb)]
+    environment = {"SIMCUDA_NVLINK_GBS": "4", **environment}  # read by the simulated device only: slow enough to show
     answer = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=280, env={**os.environ, **environment}
     )
     assert answer.returncode == 0, answer.stderr[-2000:]
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("bucket_mb", [1, 25])
 def test_exposed_communication_agrees_with_a_profiled_step(tmp_path: Path, bucket_mb: int) -> None:
     launch(tmp_path, bucket_mb)
@@ -47,6 +47,7 @@ def test_exposed_communication_agrees_with_a_profiled_step(tmp_path: Path, bucke
     assert by_marks == pytest.approx(by_profiler, abs=0.1)
 
 
+@pytest.mark.devices(2)
 def test_with_one_connection_the_overlap_stays(tmp_path: Path) -> None:
     """Timed events beside collectives can take their overlap away; printed, because it belongs to the machine."""
     step_s = {}
@@ -58,10 +59,9 @@ def test_with_one_connection_the_overlap_stays(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.devices(2)
 @pytest.mark.filterwarnings(r"ignore:\s*There is an imbalance:UserWarning")
 def test_a_model_on_several_gpus_of_one_process_is_counted_whole(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
     loop = Loop()
     with waits_allowed():  # DataParallel's own
         loop.model = torch.nn.DataParallel(loop.model)
@@ -91,8 +91,7 @@ assert torch._C._cuda_hasPrimaryContext(0) == before, "a context on a GPU that t
 """
 
 
+@pytest.mark.devices(2)
 def test_a_profile_of_a_model_on_the_second_gpu_leaves_the_first_alone() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
     answer = subprocess.run([sys.executable, "-c", SECOND_GPU], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr[-2000:]

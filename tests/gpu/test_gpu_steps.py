@@ -19,13 +19,11 @@ NUM_STEPS = 50
 def test_fifty_watched_steps_never_wait_for_the_device(tmp_path: Path) -> None:
     loop = Loop()
     with watched(loop, tmp_path, profile_steps=False) as monitor:
-        losses = loop.losses(NUM_STEPS, monitor)
-    run = load_run(tmp_path)
-    assert list(run.step) == list(range(1, NUM_STEPS + 1))
-    with waits_allowed():
-        assert list(run.column("training/loss")) == pytest.approx([loss.item() for loss in losses])
+        loop.losses(NUM_STEPS, monitor)
+    assert list(load_run(tmp_path).step) == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.values
 def test_lengths_that_are_still_on_their_way_are_not_read(tmp_path: Path) -> None:
     lengths = [1 + number % 37 for number in range(NUM_STEPS)]
     loop = Loop()
@@ -46,6 +44,7 @@ def test_lengths_that_are_still_on_their_way_are_not_read(tmp_path: Path) -> Non
     assert tokens == pytest.approx([64 * length for length in lengths])
 
 
+@pytest.mark.values
 def test_the_losses_are_those_of_a_run_without_us(tmp_path: Path) -> None:
     plain = Loop().losses(NUM_STEPS)
     loop = Loop()
@@ -53,6 +52,8 @@ def test_the_losses_are_those_of_a_run_without_us(tmp_path: Path) -> None:
         ours = loop.losses(NUM_STEPS, monitor)
     with waits_allowed():
         assert torch.equal(torch.stack(plain), torch.stack(ours))
+        logged = load_run(tmp_path).column("training/loss")
+        assert list(logged) == pytest.approx([loss.item() for loss in ours])
 
 
 def test_events_time_each_phase_on_the_device(tmp_path: Path) -> None:
@@ -92,13 +93,13 @@ def test_a_gpt_with_this_gpus_attention_is_counted_as_by_hand() -> None:
 @pytest.mark.parametrize("reads_loss", [False, True], ids=["free running", "with .item()"])
 @pytest.mark.parametrize(
     ("loop_sizes", "bound"),
-    [({"width": 32, "num_layers": 400, "rows": 8}, "host"), ({"width": 8192, "num_layers": 4, "rows": 8192}, "device")],
+    [({"width": 32, "num_layers": 200, "rows": 8}, "host"), ({"width": 4096, "num_layers": 4, "rows": 4096}, "device")],
     ids=["thousands of tiny kernels", "a few huge ones"],
 )
 def test_who_waits_for_whom(tmp_path: Path, loop_sizes: dict[str, int], bound: str, reads_loss: bool) -> None:
     loop = Loop(**loop_sizes)
     with watched(loop, tmp_path, detail_every=20, profile_steps=False) as monitor:
-        for number in range(1, 61):
+        for number in range(1, 46):  # the last five alone would not tell
             loss = loop.step()
             monitor.log_step(number, 0, loss, None, 1e-4)
             if reads_loss:

@@ -77,6 +77,7 @@ def peak_flops(
     *,
     peak_flop_per_s: float | None = None,
     may_initialise: bool = False,
+    is_exact: bool = False,
 ) -> Peak:
     """The dense peak of a device in a dtype.
 
@@ -86,6 +87,7 @@ def peak_flops(
         dtype: In torch's or any usual spelling; None is torch's default. fp32 becomes tf32 only where torch is set so.
         peak_flop_per_s: What the user states; it beats every other source.
         may_initialise: Whether asking for a name may start CUDA in a process that has not used it yet.
+        is_exact: Whether fp32 stays fp32, however torch is set.
 
     Raises:
         UnknownDeviceError: no peak is known; the message names the ways to state or measure one.
@@ -100,12 +102,12 @@ def peak_flops(
         return Peak(flop_per_s=flop_per_s, dtype=key, device=label, source="user", note=note)
     specification = _local_device(device)
     if specification is None:
-        return _table_peak(str(device), find_device(str(device)), key)
+        return _table_peak(str(device), find_device(str(device)), key, is_exact)
     kind, index = specification
     if kind == "cpu":
         return _cpu_peak(key)
     name, compute_units = _ask_driver(kind, index, may_initialise)
-    return _table_peak(name, find_device(name, compute_units), key)
+    return _table_peak(name, find_device(name, compute_units), key, is_exact)
 
 
 def _stated_peak(argument: float | None) -> tuple[float, str] | None:
@@ -131,9 +133,9 @@ def _as_number(text: str) -> float:
         return math.nan
 
 
-def _table_peak(name: str, device: Device, dtype: str) -> Peak:
+def _table_peak(name: str, device: Device, dtype: str, is_exact: bool) -> Peak:
     notes = []
-    if dtype == "fp32" and "tf32" in device.peak_flop_per_s and uses_tf32():
+    if not is_exact and dtype == "fp32" and "tf32" in device.peak_flop_per_s and uses_tf32():
         dtype = "tf32"
         notes.append("torch is set to run fp32 matmuls in TF32.")
     if dtype not in device.peak_flop_per_s:

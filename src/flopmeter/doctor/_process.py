@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from contextlib import suppress
 from importlib import import_module
@@ -43,6 +44,8 @@ class CheckProcess:
         return Result(standing="not checked", says=f"gave no answer within {limit_s:.0f} s")
 
     def _start(self) -> Connection:
+        # Python's own helper removes the semaphores of a child that was killed, and would complain of each.
+        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
         self._pipe, theirs = _spawn.Pipe()
         self._child = _spawn.Process(target=serve, args=(theirs,), name="flopmeter doctor")
         self._child.start()

@@ -104,6 +104,11 @@ class StepProfile:
     top: tuple[tuple[str, float, int], ...]
     """Name, seconds of its own, and calls, longest first."""
 
+    @property
+    def kernels_s(self) -> float:
+        """When anything but copies ran."""
+        return sum(spent_s for kind, spent_s in self.seconds.items() if kind not in ("copy", "gap"))
+
     def fields(self) -> dict[str, Any]:
         """As the run file has it."""
         return {

@@ -1,13 +1,18 @@
-"""Which float32 products does cuDNN compute in TF32, whatever is set for plain matmuls?
+"""Which float32 products does a GPU compute in TF32?
 
-Torch allows it for convolutions and recurrences from the start, and for matmuls only where the user says so. On a GPU
-that has the units (Ampere and newer), held against the fp32 peak such work would look eight times as good as it is.
+Torch allows it for convolutions and recurrences from the start, and for matmuls only where the user says so, at any
+time. On a GPU that has the units (Ampere and newer), held against the fp32 peak such work would look eight times as
+good as it is.
 """
 
 from __future__ import annotations
 
 import torch
 
+from flopmeter.devices.dtypes import uses_tf32
+
+MATMUL = "matmul"
+"""Stands for every family that cuDNN does not rule."""
 _SETTINGS = {"convolution": "conv", "recurrent": "rnn"}
 """Family of operators to the part of `torch.backends.cudnn` that rules it."""
 
@@ -18,7 +23,8 @@ def tf32_families(device: torch.device | None) -> frozenset[str]:
         return frozenset()
     if not torch.cuda.is_initialized() or torch.cuda.get_device_capability(device) < (8, 0):  # type: ignore[no-untyped-call]
         return frozenset()
-    return frozenset(family for family, part in _SETTINGS.items() if _allows_tf32(part))
+    in_cudnn = (family for family, part in _SETTINGS.items() if _allows_tf32(part))
+    return frozenset((*in_cudnn, MATMUL) if uses_tf32() else in_cudnn)
 
 
 def _allows_tf32(part: str) -> bool:
@@ -31,4 +37,4 @@ def _allows_tf32(part: str) -> bool:
 
 def product_dtype(dtype: str, family: str, families: frozenset[str]) -> str:
     """What a product of this family runs in, given what `tf32_families` says."""
-    return "tf32" if dtype == "float32" and family in families else dtype
+    return "tf32" if dtype == "float32" and (family if family in _SETTINGS else MATMUL) in families else dtype

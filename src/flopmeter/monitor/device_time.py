@@ -6,10 +6,9 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from flopmeter.distributed import COMMUNICATION
-from flopmeter.timing.bound import judge
+from flopmeter.timing.bound import MIN_STEPS, judge
 from flopmeter.timing.events import DeviceStep, DeviceTimeline
 from flopmeter.timing.sharded import ShardedWaits
 
@@ -24,9 +23,16 @@ class DeviceTime:
     Args:
         event: Writes an event to the run file.
         every: Steps between two events.
+        kernel_share: Gives the share of a step in which kernels run, by the last sampled one; None before.
     """
 
-    def __init__(self, timeline: DeviceTimeline, event: Callable[..., None], every: int) -> None:
+    def __init__(
+        self,
+        timeline: DeviceTimeline,
+        event: Callable[..., None],
+        every: int,
+        kernel_share: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.mark = timeline.mark
         self.mark_inside_backward = timeline.mark_inside_backward
         self.is_capturing = timeline.is_capturing
@@ -37,7 +43,10 @@ class DeviceTime:
         self._timeline = timeline
         self._event = event
         self._every = every
+        self._kernel_share = kernel_share
         self._steps: list[DeviceStep] = []
+        self._before: deque[DeviceStep] = deque(maxlen=MIN_STEPS)
+        """The last ones that were reported: a run ends with a few steps, which tell nothing by themselves."""
         self._left_out: deque[int] = deque(maxlen=MAX_STEPS)
 
     def end_step(self, number: int) -> None:
@@ -80,16 +89,27 @@ class DeviceTime:
             self.on_step(phase_s)
 
     def report(self) -> None:
-        """Write what has come together."""
+        """Write what has come together: mean seconds of a step by phase, with the verdict on who waits."""
         steps, self._steps = self._steps, []
         if not steps:
             return
-        summary = summary_of(steps)
-        device_s = summary["device_s"]
+        judged = steps if len(steps) >= MIN_STEPS else [*self._before, *steps]
+        verdict = judge(judged, kernel_share=self._kernel_share())
+        self._before.extend(steps)
+        device_s: dict[str, float] = defaultdict(float)
+        for step in steps:
+            for phase, time in step.phases.items():
+                device_s[phase] += time.device_s / len(steps)
         metrics = {}
         if COMMUNICATION in device_s and sum(device_s.values()) > 0:  # the host only hands collectives over
             metrics["perf/exposed_communication_share"] = device_s[COMMUNICATION] / sum(device_s.values())
-        self._event("device_time", metrics=metrics or None, num_steps=len(steps), **summary)
+        self._event(
+            "device_time",
+            metrics=metrics or None,
+            num_steps=len(steps),
+            device_s=dict(device_s),
+            verdict=asdict(verdict),
+        )
 
     def close(self) -> None:
         """The run is over."""
@@ -98,12 +118,3 @@ class DeviceTime:
         if self.waits is not None:
             self.waits.detach()
         self._timeline.close()
-
-
-def summary_of(steps: list[DeviceStep]) -> dict[str, Any]:
-    """Mean seconds of a step on the device, by phase, with the verdict on who waits."""
-    device_s: dict[str, float] = defaultdict(float)
-    for step in steps:
-        for phase, time in step.phases.items():
-            device_s[phase] += time.device_s / len(steps)
-    return {"device_s": dict(device_s), "verdict": asdict(judge(steps))}

@@ -277,7 +277,9 @@ class Lifetime:
     def _time_device(self) -> None:
         timeline = timeline_of(self._device)
         if timeline is not None:
-            self._tracker.device_time = DeviceTime(timeline, self._event, self.config.details_every)
+            self._tracker.device_time = DeviceTime(
+                timeline, self._event, self.config.details_every, lambda: self._effort.sampling.kernel_share
+            )
 
     def finish_training(self) -> dict[str, float]:
         """Close the run file with a summary, and give it. Safe to call twice."""

@@ -37,7 +37,9 @@ MAX_STATES = 8
 """Ways of training whose counts are kept: a loop that goes back to one finds its counts."""
 MAX_TURNS = 100
 """Changes that are remembered until the steps before them are digested."""
-CHANGED = "what is trained or checkpointed has changed: FLOPs are estimated until a step is measured again"
+CHANGED = (
+    "what is trained, checkpointed or computed in TF32 has changed: FLOPs are estimated until a step is measured again"
+)
 DIFFERENT = (
     "FLOPs differ between steps of the same shape by {:.0%}, as where layers are dropped at random: "
     "the mean of the measured ones is used"
@@ -372,11 +374,13 @@ class FlopSource:
 
     def _peak(self, dtype: str) -> Peak:
         """What all devices of this process could have done together; a figure that the user states is for all."""
-        peak = peak_flops(self._device, dtype, peak_flop_per_s=self._settings.peak_flop_per_s)
+        # Counts for CUDA say "tf32" where they mean it. Elsewhere (ROCm) the setting of this moment is all there is.
+        is_exact = torch.version.cuda is not None
+        peak = peak_flops(self._device, dtype, peak_flop_per_s=self._settings.peak_flop_per_s, is_exact=is_exact)
         others = [device for device in self._devices if device != self._device and device.type == self._device.type]
         if peak.source == "user" or not others:
             return peak
-        total = peak.flop_per_s + sum(peak_flops(device, dtype).flop_per_s for device in others)
+        total = peak.flop_per_s + sum(peak_flops(device, dtype, is_exact=is_exact).flop_per_s for device in others)
         note = f"Of {len(others) + 1} devices together. {peak.note}"
         return replace(peak, flop_per_s=total, note=note.rstrip())
 

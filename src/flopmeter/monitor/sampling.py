@@ -39,6 +39,8 @@ class Sampling:
         self.plan = SamplingPlan(INTERVALS_APART * interval_steps, settings.overhead_budget)
         self.running: SampledStep | None = None
         """The sample that the running step is in."""
+        self.kernel_share: float | None = None
+        """Share of an ordinary step in which kernels run on the device, by the last sample; None where unknown."""
         self._event = event
         self._every = config.details_every
         self._garbage = GarbageWatch()
@@ -114,6 +116,8 @@ class Sampling:
         else:
             typical = {} if self.plan.typical_s is None else {"typical_step_s": self.plan.typical_s}
             self._event("profile", step_s=step_s, **typical, **sampled.profile.fields())
+            if sampled.is_cuda and typical:  # tracing makes the host slower, not the kernels
+                self.kernel_share = sampled.profile.kernels_s / typical["typical_step_s"]
 
     def discard(self, num_steps: int, *, is_over: bool) -> None:
         """The sampled step turned out to be none to learn from: another one is sampled some steps later.

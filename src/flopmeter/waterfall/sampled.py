@@ -3,8 +3,10 @@
 A profiled step is longer than an ordinary one. How much, we know: the seconds that it spent on computing, less those
 that ordinary steps spend on it. Where the surplus sits, we do not know. Recording costs the host a few microseconds per
 operator, between operators: so much is taken off the gaps. The rest is taken to be chance, another process on the core,
-and comes off everything in proportion. A sampled step that was faster than ordinary ones is left as it is, and leaves
-something unexplained. What was taken off a part is its uncertainty.
+and comes off everything in proportion. On a GPU kernels are timed by the device, and last no longer because the host is
+traced: there the whole surplus comes off the gaps, and off nothing else; where ordinary steps are longer than the
+sampled one, the device idles for longer in them, and the gaps are larger. Elsewhere a sampled step that was faster than
+ordinary ones is left as it is, and leaves something unexplained. What was taken off a part is its uncertainty.
 
 A profile may see some of the loop's own code as well, that between the forward and the backward pass. Then the surplus
 is known only between two bounds, and what the whole step took beyond a typical one decides within them.
@@ -77,7 +79,7 @@ def reduce_profiles(
     profiles = [_seconds(event) for event in usable]
     surpluses_s = [_surplus_s(event, ordinary) for event in usable]
     corrected = [
-        _correct(profile, surplus_s, _recording_s(event, ordinary))
+        _correct(profile, surplus_s, None if event.get("device") == "cuda" else _recording_s(event, ordinary))
         for profile, surplus_s, event in zip(profiles, surpluses_s, usable, strict=True)
     ]
     keys = [key for key in (*INSIDE, *BESIDE) if any(key in profile for profile in profiles)]
@@ -89,7 +91,7 @@ def reduce_profiles(
         device="cuda" if usable[-1].get("device") == "cuda" else "cpu",
         num_profiles=len(profiles),
         seconds={key: middle([profile[key] for profile in corrected if key in profile]) for key in keys},
-        uncertainty_s={key: median(values) for key, values in taken_off.items()},
+        uncertainty_s={key: abs(median(values)) for key, values in taken_off.items()},
         num_ops=median(known(event.get("num_ops") for event in usable) or [math.nan]),
         top=_top(usable[-1].get("top"), _kept(profiles[-1], corrected[-1])),
     )
@@ -101,14 +103,14 @@ def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _surplus_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
-    """What sampling added to the step's computing; 0 where the step was faster than ordinary ones."""
+    """What sampling added to the step's computing; on a CPU 0 where the step was faster than ordinary ones."""
     if ordinary is None:
         return 0.0
     most_s = math.fsum(known(event.get(key) for key in INSIDE)) - ordinary.compute_s
     least_s = most_s - ordinary.loop_s
     longer_s = number(event.get("step_s")) - number(event.get("typical_step_s"))
     likely_s = least_s if math.isnan(longer_s) else min(max(longer_s, least_s), most_s)
-    return max(likely_s, 0.0)
+    return likely_s if event.get("device") == "cuda" else max(likely_s, 0.0)
 
 
 def _recording_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
@@ -116,8 +118,15 @@ def _recording_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
     return RECORDING_S * max(num_ops - (ordinary.num_optimizer_ops if ordinary else 0.0), 0.0)
 
 
-def _correct(profile: Mapping[str, float], surplus_s: float, recording_s: float) -> dict[str, float]:
+def _correct(profile: Mapping[str, float], surplus_s: float, recording_s: float | None) -> dict[str, float]:
+    """Take the surplus off.
+
+    Args:
+        recording_s: What recording cost between the operators; None on a GPU, where the gaps hold all of the surplus.
+    """
     gap_s = profile.get("gap_s", 0.0)
+    if recording_s is None:
+        return {**profile, "gap_s": max(gap_s - surplus_s, 0.0)} if "gap_s" in profile else dict(profile)
     from_gap_s = min(recording_s, surplus_s, gap_s)
     inside_s = math.fsum(profile.get(key, 0.0) for key in INSIDE) - from_gap_s
     kept = 1 - (surplus_s - from_gap_s) / inside_s if inside_s > 0 else 1.0

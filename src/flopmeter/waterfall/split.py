@@ -71,11 +71,15 @@ class Split:
         return Ordinary(max(phases.median_s - exposed_s - collected_s, 0.0), loop_s, self._num_optimizer_ops())
 
     def _step_without(self, beside: Sequence[str], events: Sequence[Mapping[str, Any]]) -> Ordinary | None:
-        """On a GPU the host's phases are not the device's: the step, less what the device did beside computing."""
+        """On a GPU the host's phases are not the device's: the step, less what the device did beside computing.
+
+        What passed on the device while the loop ran its own code between two steps lies outside the sampled kernels.
+        """
         if self.window.step is None:
             return None
         wait, lost_s = self.window.amount("perf/data_wait_share"), self._on_device("data_wait")
         wait_s = lost_s if lost_s is not None else wait.median_s if wait else 0.0
+        wait_s += self._on_device("other") or 0.0
         compute_s = self.window.step.median_s - wait_s - _median_sum(events, beside) - self._usual_gc_s()
         return Ordinary(max(compute_s, 0.0), 0.0, self._num_optimizer_ops())
 
@@ -149,12 +153,15 @@ class Split:
         return Slice(matmul.seconds - ideal.seconds, uncertainty_s, f"{matmul.how}; less the ideal")
 
     def _phase(self, phase: str, key: str) -> Slice | None:
-        """A phase of every step. On a GPU, where the host only hands it over: what the device took."""
+        """A phase of every step. On a GPU, where the host only hands it over: what the device took.
+
+        A sampled step tells what ran there; marks also hold the idle time in between, which is a launch gap.
+        """
+        if self.sampled is not None and self.sampled.device == "cuda" and key in self.sampled.seconds:
+            return self._from_samples(key)
         device_s = self._on_device(phase)
         if device_s is not None:
             return Slice(len(self.window) * device_s, 0.0, "device time between marks, mean of the steps that have it")
-        if self.sampled is not None and self.sampled.device == "cuda" and key in self.sampled.seconds:
-            return self._from_samples(key)
         amount = self.window.amount(f"perf/{phase}_share")
         return amount and self._total(amount, "host time of every step")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from flopmeter.flops.tf32 import product_dtype, tf32_families
+from flopmeter.flops.tf32 import MATMUL, product_dtype, tf32_families
 
 
 class Product(NamedTuple):
@@ -84,12 +84,11 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def dtype_of(parameter: torch.Tensor, family: str = "") -> str:
+def dtype_of(parameter: torch.Tensor, family: str = MATMUL) -> str:
     """What products with it run in, by their family of operators; "" for the storage types of quantised weights."""
     if not parameter.dtype.is_floating_point:
         return ""
-    in_tf32 = tf32_families(parameter.device) if family else frozenset()
-    return product_dtype(str(parameter.dtype).removeprefix("torch."), family, in_tf32)
+    return product_dtype(str(parameter.dtype).removeprefix("torch."), family, tf32_families(parameter.device))
 
 
 def has_trained(module: nn.Module) -> bool:
@@ -97,7 +96,7 @@ def has_trained(module: nn.Module) -> bool:
     return any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
 
 
-def _leaf(module: nn.Module, inputs: int, outputs: int, flop: float, stride: float = 1, family: str = "") -> Leaf:
+def _leaf(module: nn.Module, inputs: int, outputs: int, flop: float, stride: float = 1, family: str = MATMUL) -> Leaf:
     weight = module._parameters.get("weight")
     dtype = dtype_of(weight, family) if weight is not None else ""
     product = Product(flop, weight is not None and weight.requires_grad, dtype)
