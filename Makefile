@@ -14,7 +14,7 @@ QUICK_TESTS := tests/test_architecture.py tests/test_bound.py tests/test_cli.py 
   tests/test_observe.py tests/test_package.py tests/test_record.py tests/test_steps.py tests/test_timing.py \
   tests/test_training_monitor.py tests/test_truth.py tests/test_waterfall.py
 
-.PHONY: help demo test check coverage test-gpu simulated-gpu lint results pictures clean
+.PHONY: help demo test check coverage test-gpu gpu-evidence simulated-gpu lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make check   linters, types and a quick part of the tests: three minutes"
 	@echo "make lint    linters and types only"
 	@echo "make test-gpu  what a CUDA device can show: on yours, else on a simulated one"
+	@echo "make gpu-evidence  ten minutes on your GPU: one file that you can send us"
 	@echo "make results   a short run of every benchmark, then the README's tables from the results on file"
 	@echo "make pictures  the README's pictures, from real runs in a real browser"
 	@echo "make clean   remove the virtual environment and caches"
@@ -87,6 +88,11 @@ $(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "Installing flopmeter and what its tests need (once) ..."
 	@$(PIP) -q -e '.[dev]'
 	@touch $@ $(VENV)/.ready-demo
+
+gpu-evidence: $(VENV)/.ready-test
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	  then $(BIN)/python scripts/gpu_evidence.py; \
+	  else $(MAKE) -s simulated-gpu && tests/simcuda/run python scripts/gpu_evidence.py; fi
 
 simulated-gpu: $(GPU_VENV)/.ready $(GPU_VENV)/simcuda/.built
 
