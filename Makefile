@@ -48,7 +48,7 @@ test-gpu: $(VENV)/.ready-test
 	  $(BIN)/python $(GPU_TESTS); \
 	elif [ "$$(uname -sm)" != "Linux x86_64" ] || ! command -v g++ readelf nm >/dev/null; then \
 	  echo "tests/gpu did not run: no CUDA device, and the simulated one needs Linux on x86-64, g++ and binutils"; \
-	elif ! $(MAKE) -s $(GPU_VENV)/.torch; then \
+	elif ! $(MAKE) -s $(GPU_VENV)/.ready 2>/dev/null; then \
 	  echo "tests/gpu did not run: no CUDA device, and torch's CUDA build for the simulated one could not be installed"; \
 	else \
 	  $(MAKE) -s simulated-gpu && for devices in 1 2; do echo "tests/gpu, simulated devices: $$devices"; \
@@ -107,7 +107,7 @@ $(GPU_VENV)/.ready: $(GPU_VENV)/.torch pyproject.toml
 	@$(GPU_VENV)/bin/python -c "from importlib.metadata import requires; print(*[each for each in requires('torch') \
 	  if 'extra' not in each and not each.startswith(('nvidia', 'cuda'))], sep='\n')" > $(GPU_VENV)/torch-needs.txt
 	@$(GPU_PIP) -r $(GPU_VENV)/torch-needs.txt -e '.[nvml,resources]' numpy pytest pytest-timeout 2> $(GPU_VENV)/pip.txt \
-	  || { cat $(GPU_VENV)/pip.txt; exit 1; }
+	  || { cat $(GPU_VENV)/pip.txt >&2; exit 1; }
 	@touch $@
 
 $(GPU_VENV)/simcuda/.built: $(GPU_VENV)/.torch tests/simcuda/build.sh $(wildcard tests/simcuda/*.cpp tests/simcuda/*.h tests/simcuda/*.py)
