@@ -14,7 +14,7 @@ QUICK_TESTS := tests/test_architecture.py tests/test_bound.py tests/test_cli.py 
   tests/test_observe.py tests/test_package.py tests/test_record.py tests/test_steps.py tests/test_timing.py \
   tests/test_training_monitor.py tests/test_truth.py tests/test_waterfall.py
 
-.PHONY: help demo test check coverage test-gpu gpu-truth simulated-gpu lint results pictures clean
+.PHONY: help demo test check coverage test-gpu gpu-truth gpu-evidence simulated-gpu lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lint    linters and types only"
 	@echo "make test-gpu  what a CUDA device can show: on yours, else on a simulated one"
 	@echo "make gpu-truth  verdict, waterfall and MFU against what the simulated device did"
+	@echo "make gpu-evidence  ten minutes on your GPU: one file that you can send us"
 	@echo "make results   a short run of every benchmark, then the README's tables from the results on file"
 	@echo "make pictures  the README's pictures, from real runs in a real browser"
 	@echo "make clean   remove the virtual environment and caches"
@@ -48,7 +49,7 @@ test-gpu: $(VENV)/.ready-test
 	  $(BIN)/python $(GPU_TESTS); \
 	elif [ "$$(uname -sm)" != "Linux x86_64" ] || ! command -v g++ readelf nm >/dev/null; then \
 	  echo "tests/gpu did not run: no CUDA device, and the simulated one needs Linux on x86-64, g++ and binutils"; \
-	elif ! $(MAKE) -s $(GPU_VENV)/.torch; then \
+	elif ! $(MAKE) -s $(GPU_VENV)/.ready 2>/dev/null; then \
 	  echo "tests/gpu did not run: no CUDA device, and torch's CUDA build for the simulated one could not be installed"; \
 	else \
 	  $(MAKE) -s simulated-gpu && for devices in 1 2; do echo "tests/gpu, simulated devices: $$devices"; \
@@ -93,6 +94,11 @@ $(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
 	@$(PIP) -q -e '.[dev]'
 	@touch $@ $(VENV)/.ready-demo
 
+gpu-evidence: $(VENV)/.ready-test
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	  then $(BIN)/python scripts/gpu_evidence.py; \
+	  else $(MAKE) -s simulated-gpu && tests/simcuda/run python scripts/gpu_evidence.py; fi
+
 simulated-gpu: $(GPU_VENV)/.ready $(GPU_VENV)/simcuda/.built
 
 # The build without a local version ("===") is the one for CUDA; a folder of CPU builds cannot take its place.
@@ -106,7 +112,7 @@ $(GPU_VENV)/.ready: $(GPU_VENV)/.torch pyproject.toml
 	@$(GPU_VENV)/bin/python -c "from importlib.metadata import requires; print(*[each for each in requires('torch') \
 	  if 'extra' not in each and not each.startswith(('nvidia', 'cuda'))], sep='\n')" > $(GPU_VENV)/torch-needs.txt
 	@$(GPU_PIP) -r $(GPU_VENV)/torch-needs.txt -e '.[nvml,resources]' numpy pytest pytest-timeout 2> $(GPU_VENV)/pip.txt \
-	  || { cat $(GPU_VENV)/pip.txt; exit 1; }
+	  || { cat $(GPU_VENV)/pip.txt >&2; exit 1; }
 	@touch $@
 
 $(GPU_VENV)/simcuda/.built: $(GPU_VENV)/.torch tests/simcuda/build.sh $(wildcard tests/simcuda/*.cpp tests/simcuda/*.h tests/simcuda/*.py)

@@ -1,4 +1,4 @@
-"""What each rank of the NCCL job runs: `gpu_ddp_job.py FOLDER BUCKET_MB`."""
+"""What each rank of the NCCL job runs: `gpu_ddp_job.py FOLDER BUCKET_MB`; no bucket is FSDP2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flopmeter import TrainingMonitor
@@ -27,7 +28,12 @@ def main() -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).cuda()
-    model = DistributedDataParallel(layers, device_ids=[rank], bucket_cap_mb=bucket_mb)
+    if bucket_mb:
+        model: nn.Module = DistributedDataParallel(layers, device_ids=[rank], bucket_cap_mb=bucket_mb)
+    else:
+        for layer in layers:
+            fully_shard(layer)
+        model = fully_shard(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     settings: dict[str, Any] = {"sinks": [], "report": False, "peak_flop_per_s": 1e15, "overhead_budget": 0.05}
     settings["distributed"] = {"statistics_every": 50, "statistics_s": 0.2}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_ddp_job import ROWS, WIDTH
 from gpu_loop import Loop, waits_allowed, watched
 
 from flopmeter import load_run
@@ -45,6 +46,18 @@ def test_exposed_communication_agrees_with_a_profiled_step(tmp_path: Path, bucke
     by_marks = statistics.median(shares)
     print(f"bucket {bucket_mb} MB: exposed {by_marks:.1%} by marks, {by_profiler:.1%} by the profiler")
     assert by_marks == pytest.approx(by_profiler, abs=0.1)
+
+
+@pytest.mark.devices(2)
+def test_a_sharded_model_is_counted_whole_and_its_waits_are_told(tmp_path: Path) -> None:
+    launch(tmp_path, 0)
+    run = load_run(tmp_path)
+    # Eight layers on each of two ranks, the first of which owes its input no gradient; the record is the job's.
+    assert run.column("perf/model_flop")[-1] == 2 * 2 * ROWS * WIDTH**2 * (3 * 8 - 1)
+    device_s = [event["device_s"] for event in run.events if event["event"] == "device_time"][-1]
+    assert all(device_s[phase] > 0 for phase in ("forward", "backward", "optimizer"))
+    stats = [event["stats"] for event in run.events if event["event"] == "ranks"]
+    assert stats[-1]["blocked_s"]["max"] > 0
 
 
 @pytest.mark.devices(2)

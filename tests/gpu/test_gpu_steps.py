@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpu_loop import Loop, Text, events, waits_allowed, watched
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flopmeter import load_run
 from flopmeter.doctor import counting
@@ -54,6 +56,36 @@ def test_the_losses_are_those_of_a_run_without_us(tmp_path: Path) -> None:
         assert torch.equal(torch.stack(plain), torch.stack(ours))
         logged = load_run(tmp_path).column("training/loss")
         assert list(logged) == pytest.approx([loss.item() for loss in ours])
+
+
+def test_a_loop_with_everything_in_it_never_waits(tmp_path: Path) -> None:
+    """Pinned batches of two workers, copied on a side stream; autocast, clipping, a fused update, a gradient scaler."""
+    with waits_allowed():
+        data = TensorDataset(torch.randint(0, 100, (1024, 32)), torch.randint(0, 100, (1024, 32)))
+        loader = DataLoader(data, batch_size=16, num_workers=2, pin_memory=True)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        loop = Loop()
+        loop.model = nn.Sequential(nn.Embedding(100, 64), encoder, nn.Linear(64, 100)).cuda()
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), fused=True)
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    with watched(loop, tmp_path, profile_steps=False) as monitor:
+        for number, batch in enumerate(loader, 1):
+            with torch.cuda.stream(side):
+                ids, labels = (part.to("cuda", non_blocking=True) for part in batch)
+            current.wait_stream(side)
+            ids.record_stream(current)
+            labels.record_stream(current)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(loop.model(ids).flatten(0, 1).float(), labels.flatten())
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0, foreach=True)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=True)
+            monitor.log_step(number, 0, loss, norm, 1e-4)
+    run = load_run(tmp_path)
+    assert list(run.step) == list(range(1, 65))
+    assert not [event for event in run.events if event["event"] == "warning"]
 
 
 def test_events_time_each_phase_on_the_device(tmp_path: Path) -> None:

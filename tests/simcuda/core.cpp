@@ -58,7 +58,8 @@ const Settings& settings() {
         s->queue = std::max(1, (int)number("SIMCUDA_QUEUE", 1024));
         s->log = number("SIMCUDA_LOG", 0) != 0;
         s->fills = number("SIMCUDA_FILLS", 1) != 0;
-        s->name = text("SIMCUDA_NAME", "NVIDIA H100 80GB HBM3");
+        s->mig = number("SIMCUDA_MIG", 0) != 0;
+        s->name = text("SIMCUDA_NAME", s->mig ? "NVIDIA H100 80GB HBM3 MIG 3g.40gb" : "NVIDIA H100 80GB HBM3");
         s->fail = text("SIMCUDA_FAIL", "");
         s->rules = text("SIMCUDA_RULES", "");
         return s;
@@ -275,16 +276,9 @@ static State& state() {
                 while (!one.empty() && one[0] == ' ') one.erase(0, 1);
                 int index = -1;
                 if (!one.empty() && isdigit(one[0])) index = atoi(one.c_str());
-                else if (one.rfind("GPU-", 0) == 0)
-                    for (int i = 0; i < all; i++) {
-                        unsigned char b[16];
-                        char id[64];
-                        uuid_of(i, b);
-                        snprintf(id, sizeof id, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x",
-                                 b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13],
-                                 b[14], b[15]);
-                        if (std::string(id).rfind(one, 0) == 0) index = i;
-                    }
+                else if (one.rfind("GPU-", 0) == 0 || one.rfind("MIG-", 0) == 0)
+                    for (int i = 0; i < all; i++)
+                        if (uuid_text(i, settings().mig).rfind(one, 0) == 0) index = i;
                 if (index < 0 || index >= all) break;  // like the driver: the rest of the list is ignored
                 s->visible.push_back(index);
                 at = comma + 1;
@@ -320,11 +314,26 @@ int num_devices() { return (int)state().visible.size(); }
 int physical(int device) { return device >= 0 && device < num_devices() ? state().visible[device] : device; }
 int current_device() { return t_device; }
 
-void uuid_of(int device, unsigned char* bytes) {
+static void uuid_bytes(int device, bool of_slice, unsigned char* bytes) {
     static const unsigned char base[16] = {0x51, 0x6d, 0xc0, 0xda, 0x0e, 0x0d, 0x4f, 0x2a,
                                            0x9b, 0x11, 0x50, 0x1a, 0x7e, 0xd0, 0x00, 0x00};
     memcpy(bytes, base, 16);
+    bytes[14] = of_slice;
     bytes[15] = (unsigned char)(device + 1);
+}
+
+void uuid_of(int device, unsigned char* bytes) { uuid_bytes(device, settings().mig, bytes); }
+
+std::string uuid_text(int device, bool of_slice) {
+    unsigned char bytes[16];
+    uuid_bytes(device, of_slice, bytes);
+    std::string text = of_slice ? "MIG" : "GPU";
+    for (int i = 0; i < 16; i++) {
+        char two[3];
+        snprintf(two, sizeof two, "%02x", bytes[i]);
+        text += std::string(i % 2 == 0 && i <= 10 && i != 2 ? "-" : "") + two;
+    }
+    return text;
 }
 
 void activate(int device) {

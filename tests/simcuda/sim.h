@@ -43,6 +43,7 @@ struct Settings {
     double context_mb;        // SIMCUDA_CONTEXT_MB: what a context takes
     int queue;                // SIMCUDA_QUEUE: launches that fit into a stream's queue before the host must wait
     bool log;                 // SIMCUDA_LOG
+    bool mig;                 // SIMCUDA_MIG: each device is a slice of its board, with a UUID of its own
     bool fills;               // SIMCUDA_FILLS: whether kernels that fill memory do; without, all results are zeros
     std::string name;         // SIMCUDA_NAME
     std::string fail;         // SIMCUDA_FAIL=part-of-kernel-name@n:error
@@ -62,7 +63,8 @@ SIM_SHARED int current_device();
 SIM_SHARED int set_device(int device);
 SIM_SHARED bool context_active(int device);
 SIM_SHARED void activate(int device);
-SIM_SHARED void uuid_of(int physical_device, unsigned char* bytes16);
+SIM_SHARED void uuid_of(int physical_device, unsigned char* bytes16);  // that CUDA gives: of the slice, if it is one
+SIM_SHARED std::string uuid_text(int physical_device, bool of_slice);    // as NVML writes it
 SIM_SHARED int device_attribute(int attribute, int device, int* value);
 SIM_SHARED int sticky();               // the error that a kernel left behind, once the device has got there
 

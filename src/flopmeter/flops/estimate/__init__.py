@@ -21,12 +21,14 @@ from torch import nn
 
 from flopmeter.errors import CountError
 from flopmeter.flops.estimate.amounts import Pairs, Rows
+from flopmeter.flops.estimate.leaves import dtype_of
 from flopmeter.flops.estimate.plan import EstimatePlan, Term, needs_of
 from flopmeter.flops.estimate.structure import is_sequence_first, reads_of
 from flopmeter.flops.estimate.walk import Walk
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.side_count import unwrap
+from flopmeter.flops.tf32 import tf32_families
 from flopmeter.flops.workload import Workload, workload_of
 
 __all__ = ["EstimatePlan", "estimate_flops", "plan_of"]
@@ -76,7 +78,8 @@ def plan_of(model: nn.Module) -> EstimatePlan:
 
 def _state_of(model: nn.Module) -> int:
     """A number that changes with all that a plan depends on and that users change: what is trained, cast, wrapped."""
-    parts: list[object] = []
+    first = next(model.parameters(), None)
+    parts: list[object] = [tf32_families(None if first is None else first.device)]
     modules = [model]
     for module in modules:
         modules += [child for child in module._modules.values() if child is not None]
@@ -107,8 +110,8 @@ def _rule_of_thumb(model: nn.Module, num_parameters: int, reason: str) -> Estima
     config = getattr(model, "config", None)
     is_multimodal = any(hasattr(config, name) for name in ("vision_config", "audio_config"))
     coefficient = 2.5 if is_multimodal else 2.0
-    dtype = next(iter(model.parameters())).dtype
-    term = Term("", str(dtype).removeprefix("torch."), Rows("anything"), coefficient * num_parameters, num_grads=2)
+    dtype = next((name for p in model.parameters() if (name := dtype_of(p))), "float32")
+    term = Term("", dtype, Rows("anything"), coefficient * num_parameters, num_grads=2)
     rule = f"{coefficient:g} FLOPs a parameter and token, three times that in training"
     told = f"{type(model).__name__} has no structure that we can read ({reason}): {rule}"
     return EstimatePlan(terms=(term,), left_out=(told,), method=RULE_OF_THUMB)
