@@ -31,17 +31,13 @@ logger = logging.getLogger("flopmeter")
 
 WorkPhase = Literal["forward", "backward", "recompute", "optimizer", "evaluation"]
 
-_MATRIX_WORDS = ("mm", "conv", "attention", "linear", "lstm", "gru", "rnn", "fft", "matmul", "einsum")
-_KNOWN_NAMESPACES = frozenset(
-    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
-)
 _OPAQUE = frozenset({"DTensor", "NestedTensor"})
 """Tensors that hold others: the operators on those arrive next, with the shapes that this rank computes."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
 _BY_HEADS = "aten::_scaled_dot_product"
 """Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
-_ATTENTION_FAMILIES = frozenset({"attention", "packed_attention", "flash_attn", "flex_attention"})
+_ATTENTION_FAMILIES = frozenset({"attention", "flex_attention"})
 
 
 class Call(NamedTuple):
@@ -172,7 +168,7 @@ class Observation:
         node = _gradient_node() if not self._frames.depth else None
         frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
         bound = bind(formula, func, args)
-        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node), out)
+        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node))
         self._note_repeats(phase, work, node)
         self.calls.append(
             Call(
@@ -244,9 +240,7 @@ class Observation:
         return pairs
 
     def _note_uncounted(self, op: str) -> None:
-        namespace, _, name = op.partition("::")
-        is_matrix_like = namespace == "aten" and any(word in name for word in _MATRIX_WORDS) and "upsample" not in name
-        if is_matrix_like or namespace not in _KNOWN_NAMESPACES or formulas.is_solver(op):
+        if formulas.may_hide_flop(op):
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 
 
@@ -322,7 +316,7 @@ def _gradient_node() -> Any:
 
 def _with_wanted(formula: Formula, kwargs: dict[str, Any], node: Any) -> dict[str, Any]:
     """The arguments, and which gradients the operator's own node passes on, for a formula that asks."""
-    if not formula.wants_wanted or node is None:
+    if not formula.takes_wanted or node is None:
         return kwargs
     own_name = formula.op.rpartition("::")[2].replace("_", "")
     if node.name().lower().rstrip("0123456789") != own_name:
@@ -350,10 +344,8 @@ def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
-def _work(formula: Formula, bound: Mapping[str, Any], kwargs: Mapping[str, Any], out: Any) -> Work | Callable[[], Work]:
+def _work(formula: Formula, bound: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Work | Callable[[], Work]:
     named = {name: value for name, value in kwargs.items() if name != "out"}  # mm(a, b, out=c) needs what mm(a, b) does
-    if formula.wants_out:
-        named["out"] = out
     if not formula.values:
         return formula(*map(_spec, bound.values()), **{name: _spec(value) for name, value in named.items()})
     # Offsets are copied now and read after the step: reading here would wait for the device.
