@@ -47,12 +47,12 @@ def _sdpa_cases() -> list[Case]:
         case(flash, fused, "quantized", **_qkv(3, 7), is_causal=True),
         case(flash, forward_work(HEADS, 21, 21, DIM, DIM_V), **_qkv(3, 7)),
         case(f"{flash}_backward", backward_work(HEADS, 21, exact, DIM, DIM_V), **_qkv(3, 7), is_causal=True),
-        *_inference_cases(),
+        *_fast_path_cases(),
     ]
 
 
-def _inference_cases() -> list[Case]:
-    """The fused fast paths of nn.MultiheadAttention and nn.TransformerEncoderLayer: 2 x 5 tokens of 8, MLP of 24."""
+def _fast_path_cases() -> list[Case]:
+    """The fast paths of frozen nn.MultiheadAttention and nn.TransformerEncoderLayer: 2 x 5 tokens of 8, MLP of 24."""
     square = 2 * tuples(10, 8, 8)
     attention = 2 * 2 * tuples(2, 5, 5, 8)
     weights = {"qkv_weight": (24, 8), "proj_weight": (8, 8), "num_heads": 2}
@@ -114,12 +114,10 @@ def _packed_cases() -> list[Case]:
             case(cudnn + part, make(4, *first, DIM, DIM_V), **_packed(), **cum, is_causal=True),
             case(cudnn + part, make(HEADS, 15, 15, DIM, DIM_V), **_qkv(3, 5), cum_seq_q=None, cum_seq_k=None),
         ]
-    in_place = "aten::_flash_attention_forward_no_dropout_inplace"
     banded = {"window_size": [1, 0], "is_causal": True}
     attn = "torch_attn::_varlen_attn"
     return [
         *cases,
-        case(in_place, forward_work(4, *last, DIM, DIM_V), **_packed(), **cum, is_causal=True),
         case(attn, forward_work(4, *window, DIM, DIM_V), **_packed(), **varlen, **banded),
         case(attn, forward_work(4, *_packed_pairs(-1, -1), DIM, DIM_V), **_packed(), **varlen),
         case(f"{attn}_out", forward_work(4, *last, DIM, DIM_V), **_packed(), **varlen, is_causal=True),

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopmeter.devices import Device, find_device, list_devices, measure, normalise_dtype, peak_flops
+from flopmeter.devices import DTYPES, find_device, list_devices, measure, normalise_dtype, peak_flops
 from flopmeter.devices import uses_tf32 as torch_uses_tf32
 from flopmeter.devices.table import _table, normalise_name
 from flopmeter.errors import ConfigError, UnknownDeviceError
@@ -336,9 +336,11 @@ def test_a_note_about_one_dtype_is_not_shown_for_another(dtype: str, said: str, 
     assert unsaid not in note
 
 
-def test_a_note_about_two_dtypes_or_none_is_shown_for_each_it_is_about() -> None:
-    note = "A card. bf16 and fp16: at 2.5 GHz. fp8 is slow."
-    device = Device(names=("X",), peak_flop_per_s={}, source="", date="", note=note, derived={"fp16": "as bf16"})
-    assert device.notes("fp16") == ("A card.", "bf16 and fp16: at 2.5 GHz.", "fp16 is derived: as bf16.")
-    assert device.notes("fp8") == ("A card.", "fp8 is slow.")
-    assert device.notes("fp32") == ("A card.",)
+def test_a_note_names_what_all_dtypes_share_then_its_own_dtype_then_the_rule_of_a_derived_peak() -> None:
+    derived = next(device for device in list_devices() if device.note and device.derived)
+    dtype, rule = next(iter(derived.derived.items()))
+    assert peak_flops(derived.names[0], dtype).note.startswith(derived.note)
+    assert peak_flops(derived.names[0], dtype).note.endswith(f"{dtype} is derived: {rule}.")
+    for dtype in ("bf16", "fp16"):
+        assert "330.3 needs FP16 accumulation" in peak_flops("NVIDIA GeForce RTX 4090", dtype).note
+    assert all(set(device.notes) <= set(DTYPES) for device in list_devices())

@@ -304,14 +304,6 @@ def test_low_precision_products_cost_what_full_precision_does() -> None:
     left, right = torch.ones(17, 32, dtype=torch.int8), torch.ones(16, 32, dtype=torch.int8)
     product = 2 * tuples(17, 32, 16)
     assert observe(lambda: torch._int_mm(left, right.T)).total() == product
-    floats = torch.randn(17, 32, dtype=torch.bfloat16)
-    assert (
-        observe(lambda: torch._weight_int8pack_mm(floats, right, torch.ones(16, dtype=torch.bfloat16))).total()
-        == product
-    )
-    packed = torch._convert_weight_to_int4pack_for_cpu(right.to(torch.int32), 2)
-    scales = torch.ones(1, 16, 2, dtype=torch.bfloat16)
-    assert observe(lambda: torch._weight_int4pack_mm_for_cpu(floats, packed, 32, scales)).total() == product
     eighth, one = torch.ones(17, 32).to(torch.float8_e4m3fn), torch.ones(())
     other = torch.ones(16, 32).to(torch.float8_e4m3fn).T
     scaled = observe(lambda: torch._scaled_mm(eighth, other, one, one, out_dtype=torch.float32))

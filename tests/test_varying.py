@@ -48,3 +48,32 @@ def test_a_model_that_changes_for_good_is_followed() -> None:
     for _ in range(MAX_COUNTS):
         mean = counts.add(count(300), SHAPE)
     assert mean == count(300)
+
+
+def test_counts_add_up_and_scale_in_every_number() -> None:
+    one = FlopCount(
+        forward_flop=1,
+        by_dtype={"float32": 1},
+        growth={"float32": {"token": 1}},
+        uncounted={"aten::x_mm": 1},
+        coverage=0.5,
+        left_out=("a", "b"),
+    )
+    other = FlopCount(
+        forward_flop=2,
+        backward_flop=4,
+        by_dtype={"float32": 2, "bfloat16": 4},
+        growth={"float32": {"token": 1, "sample": 1}, "bfloat16": {"token": 4}},
+        uncounted={"aten::x_mm": 2},
+        left_out=("b", "c"),
+        method="meta",
+    )
+    both = one + other
+    assert (both.forward_flop, both.backward_flop, both.method, both.coverage) == (3, 4, "observed", 0.5)
+    assert both.by_dtype == {"float32": 3, "bfloat16": 4}
+    assert both.growth == {"float32": {"token": 2, "sample": 1}, "bfloat16": {"token": 4}}
+    assert (both.uncounted, both.left_out) == ({"aten::x_mm": 3}, ("a", "b", "c"))
+    twice = other * 2
+    assert (twice.forward_flop, twice.backward_flop, twice.by_dtype) == (4, 8, {"float32": 4, "bfloat16": 8})
+    assert twice.growth == {"float32": {"token": 2, "sample": 2}, "bfloat16": {"token": 8}}
+    assert twice.uncounted == {"aten::x_mm": 2}

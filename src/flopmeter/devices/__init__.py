@@ -14,15 +14,26 @@ import math
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from flopmeter.devices import cpu
-from flopmeter.devices.dtypes import DTYPES, default_dtype, normalise_dtype, uses_tf32
 from flopmeter.devices.measure import Measurement, measure_peak, remembered
-from flopmeter.devices.table import CURE, OVERRIDE_VARIABLE, Device, find_device, list_devices, unknown_device
+from flopmeter.devices.table import (
+    CURE,
+    DTYPES,
+    OVERRIDE_VARIABLE,
+    Device,
+    default_dtype,
+    find_device,
+    list_devices,
+    normalise_dtype,
+    unknown_device,
+    uses_tf32,
+)
 from flopmeter.errors import ConfigError, MissingLibraryError, UnknownDeviceError
 from flopmeter.text import rate
 
@@ -116,7 +127,9 @@ def _stated_peak(argument: float | None) -> tuple[float, str] | None:
     if argument is not None:
         value, origin = argument, "monitoring.peak_flop_per_s"
     elif text:
-        value, origin = _as_number(text), OVERRIDE_VARIABLE
+        value, origin = math.nan, OVERRIDE_VARIABLE
+        with suppress(ValueError):
+            value = float(text)
     else:
         return None
     if not 0 < value < math.inf:
@@ -124,13 +137,6 @@ def _stated_peak(argument: float | None) -> tuple[float, str] | None:
             f"{origin} is {text if argument is None else argument!r}: it must be a positive FLOP/s figure"
         )
     return float(value), origin
-
-
-def _as_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _table_peak(name: str, device: Device, dtype: str, is_exact: bool) -> Peak:
@@ -141,12 +147,14 @@ def _table_peak(name: str, device: Device, dtype: str, is_exact: bool) -> Peak:
     if dtype not in device.peak_flop_per_s:
         known = ", ".join(device.peak_flop_per_s)
         raise UnknownDeviceError(f"no {dtype} peak is on file for {name.strip()!r} (on file: {known}): {CURE}")
+    rule = device.derived.get(dtype)
+    notes += [device.note, device.notes.get(dtype, ""), f"{dtype} is derived: {rule}." if rule else ""]
     return Peak(
         flop_per_s=device.peak_flop_per_s[dtype],
         dtype=dtype,
         device=name.strip(),
         source="table",
-        note=" ".join((*notes, *device.notes(dtype))),
+        note=" ".join(filter(None, notes)),
         reference=f"{device.source} ({device.date})",
         memory_bytes_per_s=device.memory_bytes_per_s,
     )

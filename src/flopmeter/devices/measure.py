@@ -22,7 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from flopmeter.devices.cpu import Cpu, num_threads, read_cpu
-from flopmeter.devices.dtypes import default_dtype, normalise_dtype, uses_tf32
+from flopmeter.devices.table import default_dtype, normalise_dtype, uses_tf32
 from flopmeter.errors import ConfigError, MissingLibraryError, UnknownDeviceError
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""What does the peak table say about a device of this exact name?
+"""What does the peak table say about a device of this exact name, and which of its columns did a matmul run in?
 
-The table is `devices.toml` beside this file; its head says how to add a device.
+The table is `devices.toml` beside this file; its head says how to add a device. torch is only looked at when the
+process has imported it already.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from difflib import get_close_matches
@@ -15,21 +17,40 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flopmeter.devices.dtypes import DTYPES
-from flopmeter.errors import UnknownDeviceError
+from flopmeter.errors import ConfigError, UnknownDeviceError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+
+_ALIASES = {
+    "float64": "fp64",
+    "double": "fp64",
+    "complex128": "fp64",  # counted as real multiply-adds, which run in fp64
+    "float32": "fp32",
+    "float": "fp32",
+    "complex64": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float8_e4m3fn": "fp8",
+    "float8_e4m3fnuz": "fp8",
+    "float8_e5m2": "fp8",
+    "float8_e5m2fnuz": "fp8",
+    "mxfp8": "fp8",
+    "float4_e2m1fn_x2": "fp4",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+}
+
 OVERRIDE_VARIABLE = "FLOPMETER_PEAK_FLOP_PER_S"
 CURE = (
     f"set peak_flop_per_s: under monitoring: in YAML or {OVERRIDE_VARIABLE} in the environment, "
     "run flopmeter peak --measure, or add it to src/flopmeter/devices/devices.toml"
 )
-_SENTENCE = re.compile(r"(?<=[.]) ")
-_SUBJECT = re.compile(rf"\b(?:{'|'.join(DTYPES)})\b(?: and (?:{'|'.join(DTYPES)})\b)*")
 _MAKER = re.compile(r"^(nvidia )?(tesla )?")
 _MIG = re.compile(r"\bmig\b")
 _LAPTOP = re.compile(r"\b(laptop|max-q|mobile)\b")
@@ -54,19 +75,8 @@ class Device:
     """When they were looked up, as year-month."""
     note: str = ""
     """Where sources disagree, or what the name does not tell."""
-
-    def notes(self, dtype: str) -> tuple[str, ...]:
-        """What the block's note says of this dtype and of all, then the rule behind its figure where it was derived."""
-        sentences = _SENTENCE.split(self.note) if self.note else ()
-        about = [text for text in sentences if dtype in (named := _dtypes_named_first(text)) or not named]
-        rule = self.derived.get(dtype)
-        return (*about, f"{dtype} is derived: {rule}.") if rule else tuple(about)
-
-
-def _dtypes_named_first(sentence: str) -> list[str]:
-    """The dtypes that a sentence of a note is about: "bf16: ...", "int8 and fp64 are ..."; none where about all."""
-    subject = _SUBJECT.match(sentence)
-    return subject[0].split(" and ") if subject else []
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """The same, of one dtype alone."""
 
 
 def normalise_name(name: str) -> str:
@@ -146,6 +156,7 @@ def _device(block: dict[str, Any]) -> Device:
         source=block["source"],
         date=block["date"],
         note=block.get("note", ""),
+        notes=block.get("notes", {}),
     )
 
 
@@ -161,3 +172,41 @@ def _by_name() -> dict[str, Device]:
 @cache
 def _reasons() -> dict[str, str]:
     return {normalise_name(name): block["reason"] for block in _table()["unlisted"] for name in block["names"]}
+
+
+def normalise_dtype(dtype: object) -> str:
+    """The table's name ("bf16") for a torch dtype or for any usual spelling of one.
+
+    Raises:
+        ConfigError: for formats that have no matmul peak, such as bool and int64.
+    """
+    name = str(dtype).strip().casefold().removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {str(dtype)!r} has no matmul peak: use one of {', '.join(DTYPES)}")
+    return name
+
+
+def default_dtype() -> str:
+    """What torch gives a new floating-point tensor; fp32 where torch is not loaded."""
+    torch = sys.modules.get("torch")
+    return "fp32" if torch is None else normalise_dtype(torch.get_default_dtype())
+
+
+def uses_tf32() -> bool:
+    """True when torch runs fp32 matmuls on CUDA in TF32, whichever of its interfaces the user chose; never raises.
+
+    The newer interface is asked first: once it has been used, reading the older ones raises.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    matmul = torch.backends.cuda.matmul
+    with suppress(AttributeError, RuntimeError):
+        if matmul.fp32_precision != "none":
+            return bool(matmul.fp32_precision == "tf32")
+    with suppress(AttributeError, RuntimeError):
+        return bool(matmul.allow_tf32)
+    with suppress(AttributeError, RuntimeError):
+        return bool(torch.get_float32_matmul_precision() != "highest")
+    return False

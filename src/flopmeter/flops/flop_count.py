@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 Convention = Literal["exact", "full"]
 """exact: attended pairs and tokens that are not padding. full: all pairs and all tokens (PaLM's way)."""
@@ -51,3 +51,33 @@ class FlopCount:
     def model_flop(self) -> float:
         """What the mathematics needs: forward and backward, no recomputation. The numerator of MFU."""
         return self.forward_flop + self.backward_flop
+
+    def __add__(self, other: FlopCount) -> FlopCount:
+        """Both taken together; what is no number is the first one's, and the lesser coverage stands for both."""
+        sums = {name: plus(getattr(self, name), getattr(other, name)) for name in (*_NUMBERS, "uncounted")}
+        known = [count.coverage for count in (self, other) if count.coverage is not None]
+        left_out = tuple(dict.fromkeys((*self.left_out, *other.left_out)))
+        return replace(self, **sums, coverage=min(known) if len(known) == 2 else None, left_out=left_out)
+
+    def __mul__(self, factor: float) -> FlopCount:
+        """So many times the FLOPs; calls that were not counted stay as many."""
+        return replace(self, **{name: _times(getattr(self, name), factor) for name in _NUMBERS})
+
+
+_NUMBERS = (
+    *("forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop"),
+    *("by_dtype", "hardware_by_dtype", "by_op", "by_module", "growth"),
+)
+
+
+def plus(one: Any, other: Any) -> Any:
+    """The sum of two numbers, or of two mappings name by name."""
+    if not isinstance(one, Mapping):
+        return one + other
+    return {**one, **{name: plus(one[name], part) if name in one else part for name, part in other.items()}}
+
+
+def _times(value: Any, factor: float) -> Any:
+    return (
+        {name: _times(part, factor) for name, part in value.items()} if isinstance(value, Mapping) else value * factor
+    )

@@ -21,7 +21,7 @@ from flopmeter.devices.placement import devices_of
 from flopmeter.flops import formulas
 from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
-from flopmeter.flops.formulas import MATRIX_WORD, Formula, Spec, Work
+from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
 from flopmeter.flops.patching import is_in_compiled_call, skip_in_compiler, surround_backward
@@ -32,16 +32,13 @@ logger = logging.getLogger("flopmeter")
 
 WorkPhase = Literal["forward", "backward", "recompute", "optimizer", "evaluation"]
 
-_KNOWN_NAMESPACES = frozenset(
-    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
-)
 _OPAQUE = frozenset({"DTensor", "NestedTensor"})
 """Tensors that hold others: the operators on those arrive next, with the shapes that this rank computes."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
 _BY_HEADS = "aten::_scaled_dot_product"
 """Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
-_ATTENTION_FAMILIES = frozenset({"attention", "packed_attention", "flash_attn", "flex_attention"})
+_ATTENTION_FAMILIES = frozenset({"attention", "flex_attention"})
 
 
 class Call(NamedTuple):
@@ -175,7 +172,7 @@ class Observation:
         node = _gradient_node() if not self._frames.depth else None
         frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
         bound = bind(formula, func, args)
-        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node), out)
+        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node))
         self._note_repeats(phase, work, node)
         self.calls.append(
             Call(
@@ -247,13 +244,7 @@ class Observation:
         return pairs
 
     def _note_uncounted(self, op: str) -> None:
-        namespace, _, name = op.partition("::")
-        is_matrix_like = (
-            namespace == "aten"
-            and not name.startswith("_thnn_fused_")  # the point-wise part of a recurrent cell
-            and any(MATRIX_WORD.fullmatch(word) for word in name.split("_"))
-        )
-        if is_matrix_like or namespace not in _KNOWN_NAMESPACES or formulas.is_solver(op):
+        if formulas.may_hide_flop(op):
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 
 
@@ -334,7 +325,7 @@ def _gradient_node() -> Any:
 
 def _with_wanted(formula: Formula, kwargs: dict[str, Any], node: Any) -> dict[str, Any]:
     """The arguments, and which gradients the operator's own node passes on, for a formula that asks."""
-    if not formula.wants_wanted or node is None:
+    if not formula.takes_wanted or node is None:
         return kwargs
     own_name = formula.op.rpartition("::")[2].replace("_", "")
     if node.name().lower().rstrip("0123456789") != own_name:
@@ -362,10 +353,8 @@ def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
-def _work(formula: Formula, bound: Mapping[str, Any], kwargs: Mapping[str, Any], out: Any) -> Work | Callable[[], Work]:
+def _work(formula: Formula, bound: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Work | Callable[[], Work]:
     named = {name: value for name, value in kwargs.items() if name != "out"}  # mm(a, b, out=c) needs what mm(a, b) does
-    if formula.wants_out:
-        named["out"] = out
     if not formula.values:
         return formula(*map(_spec, bound.values()), **{name: _spec(value) for name, value in named.items()})
     # Offsets are copied now and read after the step: reading here would wait for the device.

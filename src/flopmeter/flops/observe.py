@@ -18,14 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.flop_count import Convention, FlopCount, plus
 from flopmeter.flops.frames import Batch
 from flopmeter.flops.observation import Observation
 from flopmeter.flops.side_count import count_call
@@ -79,7 +80,7 @@ class ObservedStep(Observation):
         training = [batch for batch in self.batches if not batch.is_evaluation]
         if not training or len(self.roots) != 1:
             raise CountError("one model that was called is needed")
-        return sum_counts([self._count_call(batch, convention) for batch in training])
+        return reduce(add, [self._count_call(batch, convention) for batch in training])
 
     def _count_call(self, batch: Batch, convention: Convention) -> FlopCount:
         with torch.autocast(*batch.autocast) if batch.autocast is not None else nullcontext():
@@ -108,7 +109,7 @@ def _in_dtypes_of(seen: FlopCount, twin: FlopCount) -> FlopCount:
         return twin
     by_driver: dict[str, float] = {}
     for parts in twin.growth.values():
-        by_driver = _plus(by_driver, parts)
+        by_driver = plus(by_driver, parts)
     return replace(
         twin,
         by_dtype={dtype: share * twin.model_flop for dtype, share in shares.items()},
@@ -119,19 +120,3 @@ def _in_dtypes_of(seen: FlopCount, twin: FlopCount) -> FlopCount:
 def _shares(by_dtype: Mapping[str, float]) -> dict[str, float]:
     total = sum(by_dtype.values())
     return {dtype: flop / total for dtype, flop in by_dtype.items()} if total else {}
-
-
-def sum_counts(counts: list[FlopCount]) -> FlopCount:
-    """The micro-batches of a step taken together."""
-    total = counts[0]
-    for other in counts[1:]:
-        total = replace(total, **{f.name: _plus(getattr(total, f.name), getattr(other, f.name)) for f in fields(total)})
-    return total
-
-
-def _plus(one: Any, other: Any) -> Any:
-    if isinstance(one, dict):
-        return {key: _plus(one.get(key, 0), other.get(key, 0)) for key in one.keys() | other.keys()}
-    if isinstance(other, dict):
-        return other
-    return one + other if isinstance(one, (int, float)) and isinstance(other, (int, float)) else one

@@ -7,7 +7,6 @@ ranges as a tree, and the rules that say which of them to count.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 
 from flopmeter.flops import formulas
-from flopmeter.flops.formulas import MATRIX_WORD, PRODUCTS, RECORDED_DTYPES, Formula, Spec, Work, num_positional
+from flopmeter.flops.formulas import RECORDED_DTYPES, Formula, Spec, Work
 
 ABORTED = "flopmeter: recomputation stops here"
 """A mark inside the operator that checkpointing left early."""
 
 _MATH_ATTENTION = "aten::_scaled_dot_product_attention_math"
 _BATCHED_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-_KNOWN_NAMESPACES = frozenset({"prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp"})
 
 
 class Event:
@@ -55,8 +53,7 @@ class Event:
     def work(self, formula: Formula) -> Work | None:
         """The FLOPs of the call, or None when its record does not tell."""
         try:
-            # Keyword-only arguments are recorded after the others; a formula with no place for them needs none.
-            return formula(*self.arguments()[: num_positional(formula.function)])
+            return formula.of_record(self.arguments())
         except (ValueError, IndexError, TypeError):
             return None
 
@@ -74,18 +71,9 @@ def tree(events: Iterable[Event]) -> list[Event]:
 
 
 def is_told_better_inside(event: Event, formula: Formula) -> bool:
-    """Whether the work appears again inside, closer to what ran.
-
-    What a family is lowered to is not closer: the products inside an attention know nothing of its mask.
-    """
-    for inner in event.inside():
-        other = formulas.find(inner.name)
-        if other is None:
-            continue
-        families = {formula.family, other.family}
-        if inner.name == event.name or families <= PRODUCTS or (formula.composite and len(families) == 1):
-            return True
-    return False
+    """Whether the work appears again inside, closer to what ran."""
+    inner = (formulas.find(inner.name) for inner in event.inside())
+    return any(other is not None and formulas.is_closer(other, formula) for other in inner)
 
 
 def was_aborted(event: Event) -> bool:
@@ -116,15 +104,9 @@ def math_attention_shares(events: Iterable[Event]) -> dict[tuple[int, int], floa
 
 @lru_cache(maxsize=4096)
 def looks_like_matrix_work(name: str) -> bool:
-    """Whether an operator without a formula probably has FLOPs: by its name in torch, or because it is foreign."""
-    namespace, _, short = name.partition("::")
-    if namespace == "aten":
-        is_pointwise_cell = short.startswith("_thnn_fused_")
-        is_product = not is_pointwise_cell and any(MATRIX_WORD.fullmatch(word) for word in short.split("_"))
-        return is_product or formulas.is_solver(name)
-    if namespace in _KNOWN_NAMESPACES or not re.fullmatch(r"\w+::\w+", name):
-        return False
-    return bool(torch._C._jit_get_schemas_for_operator(name))
+    """Whether a range without a formula probably has FLOPs; a range that is no operator has none."""
+    is_aten = name.startswith("aten::")
+    return formulas.may_hide_flop(name) and (is_aten or bool(torch._C._jit_get_schemas_for_operator(name)))
 
 
 def _argument(shape: list[Any], dtype: str, value: Any) -> Any:

@@ -180,7 +180,7 @@ def _count_for_real(
         count = _observed(model, tensors, args, kwargs, training, convention)
     if scale == 1:
         return replace(count, method="real")
-    return replace(_scaled(count, scale), method=f"real, one sample of {scale}, scaled")
+    return replace(count * scale, method=f"real, one sample of {scale}, scaled")
 
 
 def _observed(
@@ -269,18 +269,3 @@ def _first_sample(value: Any, samples: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_first_sample(item, samples) for item in value)
     return value
-
-
-def _scaled(count: FlopCount, scale: int) -> FlopCount:
-    changed: dict[str, Any] = {}
-    for field in fields(count):
-        value = getattr(count, field.name)
-        if field.name.endswith("_flop"):
-            changed[field.name] = value * scale
-        elif field.name in ("by_dtype", "hardware_by_dtype", "by_op", "by_module"):
-            changed[field.name] = {key: flop * scale for key, flop in value.items()}
-        elif field.name == "growth":
-            changed[field.name] = {
-                dtype: {driver: flop * scale for driver, flop in parts.items()} for dtype, parts in value.items()
-            }
-    return replace(count, **changed)

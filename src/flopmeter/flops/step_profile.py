@@ -310,9 +310,7 @@ class _Walk:
 @lru_cache(maxsize=4096)
 def is_matrix_op(name: str) -> bool:
     """Whether an operator's own time is matrix work: it has a FLOP formula, or the name of one that would."""
-    if formulas.find(name) is not None:
-        return True
-    return any(formulas.MATRIX_WORD.fullmatch(word) for word in name.rpartition("::")[2].split("_"))
+    return formulas.is_matrix_work(name)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ all steps until the next, and be off by as much as that one was odd.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -39,25 +38,8 @@ class Counts:
         mean = fmean(flop)
         difference = (max(flop) - min(flop)) / mean if mean else 0.0
         self.difference = difference if difference > SAME else 0.0
-        return mean_of(counts) if self.difference else count
-
-
-def mean_of(counts: Sequence[FlopCount]) -> FlopCount:
-    """The mean of several counts; all that is no number is the last one's."""
-    dtypes = {dtype for count in counts for dtype in count.growth}
-    return replace(
-        counts[-1],
-        forward_flop=fmean(count.forward_flop for count in counts),
-        backward_flop=fmean(count.backward_flop for count in counts),
-        recompute_flop=fmean(count.recompute_flop for count in counts),
-        optimizer_flop=fmean(count.optimizer_flop for count in counts),
-        hardware_flop=fmean(count.hardware_flop for count in counts),
-        by_dtype=_mean([count.by_dtype for count in counts]),
-        hardware_by_dtype=_mean([count.hardware_by_dtype for count in counts]),
-        growth={dtype: _mean([count.growth.get(dtype, {}) for count in counts]) for dtype in dtypes},
-    )
-
-
-def _mean(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: fmean(part.get(name, 0.0) for part in parts) for name in names}
+        if not self.difference:
+            return count
+        *others, last = counts
+        average = sum(others, last) * (1 / len(counts))  # all that is no number is the last one's
+        return replace(average, uncounted=last.uncounted, coverage=last.coverage, left_out=last.left_out)

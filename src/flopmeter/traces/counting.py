@@ -19,7 +19,7 @@ from flopmeter.traces.placement import Placement
 from flopmeter.traces.steps import Window
 from flopmeter.traces.timeline import Timeline
 
-_ATTENTION = frozenset({"attention", "flash_attn", "flex_attention", "packed_attention"})
+_ATTENTION = frozenset({"attention", "flex_attention"})
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from flopmeter.flops.formulas import PRODUCTS, RECORDED_DTYPES, Formula, Spec, find, num_positional
+from flopmeter.flops.formulas import RECORDED_DTYPES, Formula, Spec, find, is_closer
 from flopmeter.flops.formulas import Work as Flop
 from flopmeter.traces.events import Args
 
@@ -51,7 +51,7 @@ def choose(operators: Iterable[Operator]) -> None:
         while stack and (stack[-1].thread != operator.thread or stack[-1].end_us <= operator.start_us):
             stack.pop()
         around = next((outer for outer in reversed(stack) if outer.flop is not None), None)
-        if around is not None and not (operator.flop is not None and _is_told_better_by(operator, around)):
+        if around is not None and not (operator.flop is not None and is_closer(operator.formula, around.formula)):
             continue
         if operator.flop is not None:
             operator.is_counted = True
@@ -67,12 +67,6 @@ def uncounted(operators: Iterable[Operator]) -> dict[str, int]:
         if operator.is_lost:
             result[operator.formula.op] = result.get(operator.formula.op, 0) + 1
     return result
-
-
-def _is_told_better_by(inner: Operator, outer: Operator) -> bool:
-    families = {inner.formula.family, outer.formula.family}
-    is_same = inner.formula.op == outer.formula.op
-    return is_same or families <= PRODUCTS or (outer.formula.composite and len(families) == 1)
 
 
 def _recorded(formula: Formula, args: Args | None) -> tuple[Flop | None, str]:
@@ -92,8 +86,7 @@ def _evaluate(op: str, shapes: bytes, dtypes: bytes, values: bytes) -> tuple[Flo
     try:
         arguments = _arguments(shapes, dtypes, values)
         dtype = next((argument.dtype for argument in arguments if isinstance(argument, Spec)), "")
-        # Keyword-only arguments are recorded after the others; a formula with no place for them needs none.
-        flop = formula(*arguments[: num_positional(formula.function)])
+        flop = formula.of_record(arguments)
         return (flop if _is_sound(flop) else None), dtype
     except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError, msgspec.MsgspecError):
         return None, ""

@@ -20,8 +20,7 @@ from __future__ import annotations
 import math
 
 from flopmeter.columns import mapping, number
-from flopmeter.devices.dtypes import normalise_dtype
-from flopmeter.devices.table import find_device
+from flopmeter.devices.table import find_device, normalise_dtype
 from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 from flopmeter.errors import FlopmeterError

@@ -2,30 +2,29 @@
 
 Every other file of this folder is one reader; its name is what users see. A reader module has
 
-    DEVICE_TYPE   the kind of device it reads: "cuda" or "cpu"
-    ORDER         readers of one kind are tried from low to high: the cheapest and sharpest first
-    open(target)  a `CounterReader`, or `CounterUnavailableError` with the reason
+    DEVICE_TYPE  the kind of device it reads: "cuda" or "cpu"
+    ORDER        readers of one kind are tried from low to high: the cheapest and sharpest first
+    open(uuid)   an object with `start`, `read` and `close` (see `CounterReader`), or `CounterUnavailableError` with the
+                 reason. GPUs are asked for by UUID ("GPU-..."): an index names another GPU under CUDA_VISIBLE_DEVICES.
 
     counters = open_counters("cuda:0", uuid=str(torch.cuda.get_device_properties(0).uuid))
     if isinstance(counters, Unavailable):
         logger.info("%s: using smart", counters)
 
-Opening may start a program or wait for a server (seconds), reading may wait as well (a second or two): both belong in
-the monitor's background thread, at a slow rate, never in a training step. No torch is imported here.
+Opening may wait for a server (seconds), reading may wait as well: both belong in the monitor's background thread, at a
+slow rate, never in a training step. No torch is imported here. Left out: MIG slices, which no reader serves.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Protocol, cast
+from typing import Any
 
 from flopmeter.errors import FlopmeterError
-from flopmeter.resources import ResourceUnavailableError, find_gpu
 
 _logger = logging.getLogger("flopmeter")
 
@@ -56,47 +55,11 @@ class Reading:
     """What the values leave out, or why there are none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """The device that a reader is asked for."""
-
-    device: str
-    """As torch spells it: "cuda:0", "cpu"."""
-    uuid: str | None = None
-    """UUID of the physical GPU ("GPU-..."); an index would name another GPU under CUDA_VISIBLE_DEVICES."""
-    mig_instance: int | None = None
-    """GPU instance number, when the device is a MIG slice of that GPU."""
-
-
 class CounterUnavailableError(FlopmeterError):
     """A reader cannot serve this device now; the message is the reason, in a few words."""
 
 
-class CounterReader(Protocol):
-    """One source of hardware counters. May raise; what `open_counters` hands out never does."""
-
-    name: str
-
-    def start(self) -> None:
-        """Mark the beginning of the time that the next reading covers."""
-
-    def read(self) -> Reading:
-        """What happened since `start()` (counts) or since the last reading (shares)."""
-
-    def close(self) -> None:
-        """Give back what the reader holds."""
-
-
-class ReaderModule(Protocol):
-    """What every file of this folder offers."""
-
-    DEVICE_TYPE: str
-    ORDER: int
-
-    def open(self, target: Target) -> CounterReader: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Unavailable:
     """No reader serves the device."""
 
@@ -110,41 +73,17 @@ class Unavailable:
         return f"hardware counters: none ({tried or f'no reader is made for {self.device}'})"
 
 
-def open_counters(device: str, *, uuid: str | None = None) -> CounterReader | Unavailable:
-    """The first reader that serves the device, made safe for a training run; else every reader's reason.
-
-    Args:
-        uuid: The GPU's or the MIG slice's UUID, with or without the prefix "GPU-" or "MIG-". GPU readers need it.
-    """
-    reasons: dict[str, str] = {}
-    for name, module in reader_modules(device.partition(":")[0]).items():
-        try:
-            return SafeReader(module.open(locate(device, uuid)))
-        except CounterUnavailableError as error:
-            reasons[name] = str(error)
-        except Exception as error:  # noqa: BLE001 (a reader's defect must cost its numbers, not the run)
-            reasons[name] = _describe(error)
-    return Unavailable(device=device, reasons=reasons)
-
-
-def reader_modules(device_type: str) -> dict[str, ReaderModule]:
-    """The readers made for a kind of device, by name, in the order in which they are tried."""
-    names = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
-    modules = {name: cast(ReaderModule, import_module(f"{__name__}.{name}")) for name in names}
-    fitting = [(name, module) for name, module in modules.items() if device_type == module.DEVICE_TYPE]
-    return dict(sorted(fitting, key=lambda item: item[1].ORDER))
-
-
-class SafeReader:
+class CounterReader:
     """A reader that never raises and may be closed while another thread reads: failures become notes."""
 
-    def __init__(self, reader: CounterReader) -> None:
-        self.name = reader.name
+    def __init__(self, name: str, reader: Any) -> None:
+        self.name = name
         self._reader = reader
         self._lock = threading.Lock()
         self._broken = ""
 
     def start(self) -> None:
+        """Mark the beginning of the time that the next reading covers."""
         with self._lock:
             try:
                 self._reader.start()
@@ -152,15 +91,17 @@ class SafeReader:
                 self._broken = self._broken or _describe(error)
 
     def read(self) -> Reading:
+        """What happened since `start()` (counts) or since the last reading (shares)."""
         with self._lock:
             if self._broken:
                 return Reading(note=f"{self.name}: {self._broken}")
             try:
-                return self._reader.read()
+                return Reading(**self._reader.read())
             except Exception as error:  # noqa: BLE001 (nothing of ours may stop a training run)
                 return Reading(note=f"{self.name}: {_describe(error)}")
 
     def close(self) -> None:
+        """Give back what the reader holds."""
         with self._lock:
             if self._broken == "closed":
                 return
@@ -171,47 +112,43 @@ class SafeReader:
                 _logger.debug("%s did not close cleanly: %s", self.name, error)
 
 
+def open_counters(device: str, *, uuid: str | None = None) -> CounterReader | Unavailable:
+    """The first reader that serves the device, made safe for a training run; else every reader's reason.
+
+    Args:
+        uuid: The GPU's UUID, with or without the prefix "GPU-". GPU readers need it.
+    """
+    if uuid is not None and not uuid.startswith(("GPU-", "MIG-")):
+        uuid = f"GPU-{uuid}"
+    reasons: dict[str, str] = {}
+    for name, module in reader_modules(device.partition(":")[0]).items():
+        try:
+            return CounterReader(name, module.open(uuid))
+        except Exception as error:  # noqa: BLE001 (a reader's defect must cost its numbers, not the run)
+            reasons[name] = _describe(error)
+    return Unavailable(device, reasons)
+
+
+def reader_modules(device_type: str) -> dict[str, Any]:
+    """The readers made for a kind of device, by name, in the order in which they are tried."""
+    names = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
+    modules = {name: import_module(f"{__name__}.{name}") for name in names}
+    fitting = [(name, module) for name, module in modules.items() if device_type == module.DEVICE_TYPE]
+    return dict(sorted(fitting, key=lambda item: int(item[1].ORDER)))
+
+
 def as_share(value: float) -> float | None:
     """The value if it can be a share. DCGM's blanks are huge numbers (from 2^47 on), a missing one may be NaN."""
     return value if 0.0 <= value <= 1.01 else None
 
 
-def parse_share(text: str) -> float | None:
-    """The share that a text says; None when it is no number, or no share."""
-    try:
-        return as_share(float(text))
-    except ValueError:
-        return None
-
-
-def locate(device: str, uuid: str | None) -> Target:
-    """Name a GPU by its board, and by its GPU instance where the UUID is that of a MIG slice."""
-    if uuid is None or uuid.startswith("GPU-"):
-        return Target(device=device, uuid=uuid)
-    if old_style := re.fullmatch(r"MIG-(GPU-[\w-]+)/(\d+)/\d+", uuid):
-        return Target(device=device, uuid=old_style[1], mig_instance=int(old_style[2]))
-    if slice_ := _ask_nvml_for_slice(uuid):
-        return Target(device=device, uuid=slice_[0], mig_instance=slice_[1])
-    return Target(device=device, uuid=uuid if uuid.startswith("MIG-") else f"GPU-{uuid}")
-
-
-def _ask_nvml_for_slice(uuid: str) -> tuple[str, int] | None:
-    """(board UUID, GPU instance) of a MIG slice; None when NVML is absent or knows no such slice."""
-    try:
-        nvml = import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    try:
-        device, board = find_gpu(nvml, uuid)
-        return None if device is board else (nvml.nvmlDeviceGetUUID(board), nvml.nvmlDeviceGetGpuInstanceId(device))
-    except (nvml.NVMLError, ResourceUnavailableError):
-        return None
-    finally:
-        nvml.nvmlShutdown()
+def require_gpu(uuid: str | None) -> str:
+    """The UUID of a whole GPU."""
+    if uuid is None:
+        raise CounterUnavailableError("the GPU's UUID is not known")
+    if uuid.startswith("MIG-"):
+        raise CounterUnavailableError("a MIG slice's counters are not read")
+    return uuid
 
 
 def _describe(error: Exception) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from time import monotonic
-from types import ModuleType
+from typing import Any
 
-from flopmeter.flops.counters import CounterReader, CounterUnavailableError, Reading, Target, as_share
+from flopmeter.flops.counters import CounterUnavailableError, as_share, require_gpu
 
 DEVICE_TYPE = "cuda"
 ORDER = 10
@@ -29,42 +29,32 @@ METRICS = {
 }
 
 
-def open(target: Target) -> CounterReader:
-    if target.uuid is None:
-        raise CounterUnavailableError("the GPU's UUID is not known")
-    nvml = _load_nvml()
+def open(uuid: str | None) -> NvmlGpmReader:
+    uuid = require_gpu(uuid)
     try:
-        return NvmlGpmReader(nvml, target)
-    except (nvml.NVMLError, CounterUnavailableError) as error:
-        nvml.nvmlShutdown()
-        raise CounterUnavailableError(str(error)) from error
-
-
-def _load_nvml() -> ModuleType:
-    try:
-        nvml = import_module("pynvml")
+        nvml: Any = import_module("pynvml")
     except ImportError as error:
         raise CounterUnavailableError("nvidia-ml-py is not installed") from error
-    if not hasattr(nvml, "nvmlGpmMigSampleGet"):
+    if not hasattr(nvml, "nvmlGpmSampleGet"):
         raise CounterUnavailableError("this pynvml has no GPM calls: run pip install -U nvidia-ml-py")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         raise CounterUnavailableError(f"no NVML library ({error})") from error
-    return nvml
+    try:
+        return NvmlGpmReader(nvml, uuid)
+    except (nvml.NVMLError, CounterUnavailableError) as error:
+        nvml.nvmlShutdown()
+        raise CounterUnavailableError(str(error)) from error
 
 
 class NvmlGpmReader:
     """Shares since the last reading, from two samples that change roles after each reading."""
 
-    name = "nvml_gpm"
-
-    def __init__(self, nvml: ModuleType, target: Target, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, nvml: Any, uuid: str, *, clock: Callable[[], float] = monotonic) -> None:
         self._nvml = nvml
         self._clock = clock
-        self._mig_instance = target.mig_instance
-        # Always the board's handle: a MIG handle given to GPM has been reported to fail and to leave NVML confused.
-        self._board = nvml.nvmlDeviceGetHandleByUUID(target.uuid)
+        self._board = nvml.nvmlDeviceGetHandleByUUID(uuid)
         if not nvml.nvmlGpmQueryDeviceSupport(self._board).isSupportedDevice:
             raise CounterUnavailableError("this GPU has no GPM (Hopper or newer does)")
         self._older = nvml.nvmlGpmSampleAlloc()
@@ -72,33 +62,16 @@ class NvmlGpmReader:
         self._older_s: float | None = None
 
     def start(self) -> None:
-        self._take(self._older)
+        self._nvml.nvmlGpmSampleGet(self._board, self._older)
         self._older_s = self._clock()
 
-    def read(self) -> Reading:
+    def read(self) -> dict[str, Any]:
         if self._older_s is None:
             raise CounterUnavailableError("read before start")
         if self._clock() - self._older_s <= MIN_INTERVAL_S:
-            return Reading(note=f"less than {MIN_INTERVAL_S} s since the last reading")
-        self._take(self._newer)
+            return {"note": f"less than {MIN_INTERVAL_S} s since the last reading"}
+        self._nvml.nvmlGpmSampleGet(self._board, self._newer)
         newer_s = self._clock()
-        interval_s = newer_s - self._older_s
-        reading = Reading(**self._compare_samples(), interval_s=interval_s, note="since the last reading")
-        self._older, self._newer, self._older_s = self._newer, self._older, newer_s
-        return reading
-
-    def close(self) -> None:
-        self._nvml.nvmlGpmSampleFree(self._older)
-        self._nvml.nvmlGpmSampleFree(self._newer)
-        self._nvml.nvmlShutdown()
-
-    def _take(self, sample: object) -> None:
-        if self._mig_instance is None:
-            self._nvml.nvmlGpmSampleGet(self._board, sample)
-        else:
-            self._nvml.nvmlGpmMigSampleGet(self._board, self._mig_instance, sample)
-
-    def _compare_samples(self) -> dict[str, float | None]:
         request = self._nvml.c_nvmlGpmMetricsGet_t()
         request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(METRICS)
@@ -106,8 +79,15 @@ class NvmlGpmReader:
         for slot, metric_id in enumerate(METRICS):
             request.metrics[slot].metricId = metric_id
         self._nvml.nvmlGpmMetricsGet(request)
-        answers = request.metrics[: len(METRICS)]
-        return {
+        shares = {
             name: as_share(answer.value / 100) if answer.nvmlReturn == self._nvml.NVML_SUCCESS else None
-            for name, answer in zip(METRICS.values(), answers, strict=True)
+            for name, answer in zip(METRICS.values(), request.metrics, strict=False)
         }
+        interval_s = newer_s - self._older_s
+        self._older, self._newer, self._older_s = self._newer, self._older, newer_s
+        return {**shares, "interval_s": interval_s, "note": "since the last reading"}
+
+    def close(self) -> None:
+        self._nvml.nvmlGpmSampleFree(self._older)
+        self._nvml.nvmlGpmSampleFree(self._newer)
+        self._nvml.nvmlShutdown()

@@ -18,9 +18,10 @@ import re
 import struct
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flopmeter.flops.counters import CounterReader, CounterUnavailableError, Reading, Target
+from flopmeter.devices.cpu import Cpu, read_cpu
+from flopmeter.flops.counters import CounterUnavailableError
 from flopmeter.text import percent
 
 DEVICE_TYPE = "cpu"
@@ -34,15 +35,6 @@ _READ_TIMES = 0b11
 _INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _INHERIT_THREAD = 1 << 1, 1 << 5, 1 << 6, 1 << 35
 _CLOSE_ON_EXEC = 8
 _SELF_TEST_MULTIPLIES = 200_000
-
-
-class Cpu(NamedTuple):
-    """What decides the event codes."""
-
-    vendor: str
-    family: int
-    model: int
-    flags: frozenset[str]
 
 
 class Event(NamedTuple):
@@ -70,10 +62,10 @@ _INTEL_UNCOUNTED = {"amx_tile": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_fp1
 _AMD_UMASKS = {"zen1": 0xFF, "zen2": 0xFF, "zen3": 0xFF, "zen4": 0x1F, "zen5": 0x0F}
 
 
-def open(target: Target) -> CounterReader:
+def open(uuid: str | None) -> PerfEventReader:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise CounterUnavailableError("only Linux on x86-64 is known")
-    cpu, kernel = parse_cpuinfo(Path("/proc/cpuinfo").read_text()), kernel_version()
+    cpu, kernel = read_cpu(), kernel_version()
     events = fp_events(cpu, kernel)
     try:
         reader = PerfEventReader(events, kernel=kernel, note=uncounted(cpu))
@@ -89,8 +81,6 @@ def open(target: Target) -> CounterReader:
 
 class PerfEventReader:
     """The weighted sum of the events over all threads of this process, since `start()`."""
-
-    name = "perf_event"
 
     def __init__(self, events: tuple[Event, ...], *, kernel: tuple[int, int], note: str = "") -> None:
         self._note = note
@@ -119,15 +109,16 @@ class PerfEventReader:
         self._start = self._read_counters()
         self._start_s = monotonic()
 
-    def read(self) -> Reading:
+    def read(self) -> dict[str, Any]:
         interval_s = monotonic() - self._start_s
         now = self._read_counters()
         changes = [Sample(*(b - a for a, b in zip(*pair, strict=True))) for pair in zip(self._start, now, strict=True)]
         counts = [scale_count(change) for change in changes]
         if None in counts:
-            return Reading(interval_s=interval_s, note="another program holds the CPU's counters")
+            return {"interval_s": interval_s, "note": "another program holds the CPU's counters"}
         flop = sum(weight * (count or 0.0) for (_, weight), count in zip(self._counters, counts, strict=True))
-        return Reading(flop=flop, interval_s=interval_s, note="; ".join(filter(None, [self._note, _sharing(changes)])))
+        note = "; ".join(filter(None, [self._note, _sharing(changes)]))
+        return {"flop": flop, "interval_s": interval_s, "note": note}
 
     def close(self) -> None:
         for file_descriptor, _ in self._counters:
@@ -138,13 +129,6 @@ class PerfEventReader:
         return [Sample(*_VALUE.unpack(os.read(descriptor, _VALUE.size))) for descriptor, _ in self._counters]
 
 
-def parse_cpuinfo(text: str) -> Cpu:
-    """The first processor of /proc/cpuinfo; what is not there is empty or 0."""
-    fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text.partition("\n\n")[0], re.MULTILINE))
-    family, model = int(fields.get("cpu family", 0)), int(fields.get("model", 0))
-    return Cpu(fields.get("vendor_id", ""), family, model, frozenset(fields.get("flags", "").split()))
-
-
 def kernel_version() -> tuple[int, int]:
     """Major and minor number of the running kernel; (0, 0) when its name does not start with them."""
     numbers = re.match(r"(\d+)\.(\d+)", platform.release())
@@ -153,11 +137,13 @@ def kernel_version() -> tuple[int, int]:
 
 def fp_events(cpu: Cpu, kernel: tuple[int, int]) -> tuple[Event, ...]:
     """The events whose weighted sum is the CPU's FLOPs; an unknown CPU has none, never its neighbour's."""
-    if cpu.vendor == "GenuineIntel" and cpu.family == 6 and cpu.model in _INTEL_MODELS:
+    if cpu.vendor == "GenuineIntel" and cpu.family == 6 and cpu.model_number in _INTEL_MODELS:
         return _intel_events(has_avx512="avx512f" in cpu.flags)
     generation = zen_generation(cpu)
     if generation is None:
-        raise CounterUnavailableError(f"no event codes on file for {cpu.vendor} family {cpu.family} model {cpu.model}")
+        raise CounterUnavailableError(
+            f"no event codes on file for {cpu.vendor} family {cpu.family} model {cpu.model_number}"
+        )
     if kernel < (5, 6):
         # Up to 64 FLOPs retire in a cycle; earlier kernels do not pair two counters, and wrap at 15.
         raise CounterUnavailableError("AMD's FLOP event needs Linux 5.6 or newer")
@@ -176,7 +162,7 @@ def zen_generation(cpu: Cpu) -> str | None:
     """AMD's core generation by family and model, as Linux tells them apart; Zen 6 shares a family with Zen 5."""
     if cpu.vendor != "AuthenticAMD":
         return None
-    group = cpu.model >> 4
+    group = cpu.model_number >> 4
     if cpu.family == 0x17:
         return "zen1" if group < 3 else "zen2"
     if cpu.family == 0x19:
@@ -202,13 +188,13 @@ def _sharing(changes: list[Sample]) -> str:
     return f"scaled up: an event was counted {percent(lowest, 0)} of the time" if lowest < 0.99 else ""
 
 
-def self_test(reader: CounterReader) -> None:
+def self_test(reader: PerfEventReader) -> None:
     """Some virtual machines accept the events and count nothing: a known number of multiplications must show."""
     reader.start()
     product = 1.0
     for _ in range(_SELF_TEST_MULTIPLIES):
         product *= 1.0000001
-    flop = reader.read().flop
+    flop = reader.read().get("flop")
     if flop is not None and flop < 0.9 * _SELF_TEST_MULTIPLIES:
         raise CounterUnavailableError(f"the counters miss FLOPs: {flop:.0f} seen of {_SELF_TEST_MULTIPLIES} executed")
 

@@ -9,11 +9,18 @@ every tensor replaced by its `Spec`, and returns the FLOPs as an int, or as `Wor
     def scaled_mm(a, b, scale):
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
-Formulas use plain arithmetic only, so that they also work on symbolic sizes and on the shapes in a profiler trace.
-A formula that cannot tell (a lost shape, an unknown sequence length) raises ValueError, IndexError or TypeError: the
-call is then uncounted. A trace shows operators inside operators (`aten::linear` around `aten::addmm`): count the
-outermost one whose formula answers, and nothing below it. Matmul-like work only: element-wise operators and reductions
-have no formula and count as 0. No torch is imported here.
+Where operators differ only in the order of their arguments, each is one line, a row: its name, and a name for each
+argument in the order of its schema. The function then gets them by these names, and takes those it needs:
+
+    @formula("aten::mm left right", "aten::addmm added left right")
+    def product(left, right, **_):
+        return matmul_flop(left, right)
+
+Formulas use plain arithmetic only, so that they also work on the shapes in a profiler trace. One that cannot tell (a
+lost shape, an unknown sequence length) raises ValueError, IndexError or TypeError: the call is then uncounted. A trace
+shows operators inside operators (`aten::linear` around `aten::addmm`): count the outermost one whose formula answers,
+and nothing below it. Matmul-like work only: element-wise operators and reductions have no formula and count as 0. No
+torch is imported here.
 """
 
 from __future__ import annotations
@@ -51,14 +58,22 @@ class Work(NamedTuple):
     """What the kernel executes: recomputation inside a fused backward included, skipped blocks excluded."""
 
 
-PRODUCTS = frozenset({"matmul", "grouped", "quantized", "sparse"})
-"""Families whose operators surround each other: of such a nest the innermost is closest to what ran."""
-MATRIX_WORD = re.compile(r"\w*mm|matmul|conv(olution)?\d?d?|attention|(bi|tri)?linear|lstm|gru|rnn|einsum")
+_MATRIX_WORD = re.compile(
+    r"\w*mm|matmul|conv(olution)?\d?d?|attention|(bi|tri)?linear|lstm|gru|rnn|einsum|i?stft|i?[rh]?fft[2n]?"
+)
 """A word in the name of an operator that probably does matrix work, whether or not it has a formula."""
+_POINTWISE = re.compile(
+    r"_thnn_\w*cell\w*|fft_i?r?fft(shift|freq)|\w*rnn_flatten_weight|mkldnn_reorder_\w+|__upsample\w+"
+)
+"""Operators whose names hold such a word, and which do none."""
 _SOLVER = re.compile(
-    r"aten::_?(linalg_(?!cross|diagonal|norm|vector_norm|check_errors)\w+|cholesky\w*|geqrf|lobpcg|lu_(solve|unpack)"
+    r"aten::_?(linalg_(?!cross|diagonal|norm|vector_norm|_powsum|vander|check_errors)\w+|cholesky\w*|geqrf|lobpcg|lu_(solve|unpack)"
     r"|matrix_exp|orgqr|ormqr|svd|triangular_solve)"
 )
+_TORCHS_OWN = frozenset(
+    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
+)
+"""Namespaces whose operators are known: one of them without a formula has matrix work only if its name says so."""
 RECORDED_DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -92,22 +107,25 @@ class Formula:
     composite: bool = False
     """True when the dispatcher splits the operator before a mode sees it: only traces and inference mode show it."""
     parameters: tuple[str, ...] = ()
-    """The function's parameters; with one named `out` it is given the result's Spec (or a tuple of them), with one
-    named `wanted` which of the forward operator's inputs want a gradient, where its autograd node tells."""
+    """Names of the arguments in their order: the row's, or the function's own."""
+    is_row: bool = False
+    """Whether the function gets its arguments by the names of a row."""
+    num_positional: int | None = None
+    """Arguments that the function takes by position; None for any number of them."""
+    takes_wanted: bool = False
+    """Whether the function has a parameter `wanted`: which of the forward operator's inputs want a gradient, where its
+    autograd node tells."""
 
-    @property
-    def wants_out(self) -> bool:
-        """Whether the function asks for the result's shape."""
-        return "out" in self.parameters
-
-    @property
-    def wants_wanted(self) -> bool:
-        """Whether the function asks which gradients somebody wants."""
-        return "wanted" in self.parameters
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Work:
-        result = self.function(*args, **kwargs)
+    def __call__(self, *args: Any, **options: Any) -> Work:
+        if self.is_row:
+            result = self.function(**dict(zip(self.parameters, args, strict=False)), **options)
+        else:
+            result = self.function(*args, **options)
         return result if isinstance(result, Work) else Work(result, result, result)
+
+    def of_record(self, arguments: Sequence[Any]) -> Work:
+        """FLOPs of a recorded call: keyword-only arguments come last, and are dropped where they have no place."""
+        return self(*arguments[: self.num_positional])
 
 
 _registry: dict[str, Formula] = {}
@@ -117,29 +135,35 @@ def formula(*ops: str, values: Sequence[str] = (), composite: bool = False) -> C
     """Register the decorated function as the FLOP formula of the named operators ("namespace::name").
 
     Args:
+        ops: Operators; one that is followed by the names of its arguments is a row (see above).
         values: Names of integer tensor arguments whose contents the formula needs. They are copied while the step is
             observed and read after it, so they cost no synchronisation. A tuple stands for every integer tensor in it.
         composite: See `Formula.composite`.
     """
 
     def register(function: _F) -> _F:
-        module = function.__module__
+        module = getattr(function, "func", function).__module__
         family = module.rpartition(".")[2] if module.startswith(__name__ + ".") else "user"
-        parameters = tuple(inspect.signature(function).parameters)
-        for op in ops:
+        own = inspect.signature(function).parameters
+        kinds = [parameter.kind for parameter in own.values()]
+        num_positional = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+        for row in ops:
+            op, *names = row.split() or [row]
             if op.count("::") != 1:
                 raise ValueError(f"an operator is named 'namespace::name', not {op!r}")
             # A user's formula stays, even when it came before our own families were loaded.
-            if family != "user" and op in _registry:
-                continue
-            _registry[op] = Formula(
-                op=op,
-                function=function,
-                family=family,
-                values=tuple(values),
-                composite=composite,
-                parameters=parameters,
-            )
+            if family == "user" or op not in _registry:
+                _registry[op] = Formula(
+                    op=op,
+                    function=function,
+                    family=family,
+                    values=tuple(values),
+                    composite=composite,
+                    parameters=tuple(names or own),
+                    is_row=bool(names),
+                    takes_wanted="wanted" in own,
+                    num_positional=None if names or inspect.Parameter.VAR_POSITIONAL in kinds else num_positional,
+                )
         return function
 
     return register
@@ -159,22 +183,33 @@ def find(op: str) -> Formula | None:
 
 
 @cache
-def is_solver(op: str) -> bool:
-    """Whether an operator of torch's inverts, solves or decomposes matrices: n^3 FLOPs, how many depends on the kernel.
+def is_matrix_work(op: str) -> bool:
+    """Whether an operator's time is matrix work: it has a formula, or the name of an operator that would have one.
 
-    There are no formulas for them, so they are named as uncounted. `linalg_vector_norm`, which clips gradients, and
-    other point-wise work of that family is none of them.
+    Solvers and decompositions have no formula (n^3 FLOPs, how many depends on the kernel), so they go by name.
+    `linalg_vector_norm`, which clips gradients, and other point-wise work of that family is none of them.
     """
-    return _SOLVER.fullmatch(op) is not None
+    name = op.rpartition("::")[2]
+    is_named_so = any(map(_MATRIX_WORD.fullmatch, name.split("_"))) and not _POINTWISE.fullmatch(name)
+    return is_named_so or _SOLVER.fullmatch(op) is not None or find(op) is not None
 
 
 @cache
-def num_positional(function: FormulaFunction) -> int | None:
-    """Arguments that a formula takes by position; None when it takes any number of them."""
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+def may_hide_flop(op: str) -> bool:
+    """Whether an operator without a formula is to be named as uncounted: matrix work, or nobody knows what it does."""
+    namespace = op.partition("::")[0]
+    if namespace == "aten":
+        return is_matrix_work(op)
+    return namespace not in _TORCHS_OWN and re.fullmatch(r"\w+::\w+", op) is not None
+
+
+def is_closer(inner: Formula, outer: Formula) -> bool:
+    """Whether an operator inside another is the same work, told closer to what ran: a product inside a product.
+
+    What a family is lowered to is not closer: the products inside an attention know nothing of its mask.
+    """
+    is_same_family = inner.family == outer.family
+    return inner.op == outer.op or (is_same_family and (outer.composite or inner.family == "matmul"))
 
 
 def all_formulas() -> dict[str, Formula]:

@@ -1,4 +1,4 @@
-"""How many FLOPs does a product of two tensors take?
+"""How many FLOPs does a product of two tensors take, and how many do the products of attention?
 
 A multiply-add is 2 FLOP, so an m x k by k x n product takes 2mkn (Golub and Van Loan, Matrix Computations, section
 1.1). A complex multiply-add is 4 real multiplications and 4 real additions: 8 FLOP.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from flopmeter.flops.formulas import Spec
+from flopmeter.flops.formulas import Spec, Work
 
 
 def multiply_add_flop(dtype: str) -> int:
@@ -30,18 +30,14 @@ def tensors(values: Any) -> list[Spec]:
     return list(values)
 
 
-def matmul_flop(left: Spec, right: Spec) -> int:
-    """Each stored value of one operand meets every column (row) of the other, in each matrix of a batch."""
-    *_, rows, _ = left.shape
-    *_, _, columns = right.shape
-    if right.nnz is None:
-        return multiply_add_flop(left.dtype) * entries(left) * columns
-    if left.nnz is None:
-        return multiply_add_flop(left.dtype) * entries(right) * rows
-    raise ValueError("the work of a product of two sparse matrices depends on where their entries lie")
-
-
 def linear_flop(tokens: Spec, *weights: Spec) -> int:
     """Every weight meets every token once; the last dimension of `tokens` is the features'."""
     *rows, _ = tokens.shape
     return multiply_add_flop(tokens.dtype) * prod(rows) * sum(entries(weight) for weight in weights)
+
+
+def attention_work(full: int, exact: int, dim: int, dim_v: int, is_backward: bool) -> Work:
+    """FLOPs over so many pairs of all heads. A fused backward computes all gradients, wanted or not."""
+    if is_backward:
+        return Work(4 * full * (dim + dim_v), 4 * exact * (dim + dim_v), exact * (6 * dim + 4 * dim_v))
+    return Work(2 * full * (dim + dim_v), 2 * exact * (dim + dim_v), 2 * exact * (dim + dim_v))

@@ -3,8 +3,9 @@
 One multiply-add for each output position, kernel tap, input channel of the group and output channel (the GEMM that
 cuDNN lowers it to: Chetlur et al., arXiv:1410.0759, section 3). That is positions x elements of the weight: groups only
 change the weight's shape. A transposed convolution does the same for each input position. Taps that fall on padding
-count, as in every counter we know. Winograd and FFT kernels execute fewer FLOPs: hardware counts leave that out, as all
-formulas here leave out bias and fused point-wise work. A complex convolution arrives as three real ones, and counts so.
+count, as in every counter we know, as do those that a transposed convolution's padding crops. Winograd and FFT kernels
+execute fewer FLOPs: hardware counts leave that out, as all formulas here leave out bias and fused point-wise work. A
+complex convolution arrives as three real ones, and counts so.
 """
 
 from __future__ import annotations
@@ -17,244 +18,106 @@ from flopmeter.flops.formulas import Spec, formula
 from flopmeter.flops.formulas._product import entries, multiply_add_flop
 
 
-def _rank(weight: Spec) -> int:
-    rank = len(weight.shape) - 2
-    if rank < 1:
+def _batch_flop(tensor: Spec, weight: Spec) -> int:
+    """One filter application in each sample; an input without batch dimension is a batch of one."""
+    if len(weight.shape) < 3:
         raise ValueError("a convolution's weight has at least three dimensions")
-    return rank
-
-
-def _per_position_flop(tensor: Spec, weight: Spec) -> int:
-    """One batch of filter applications at a single position; an input without batch dimension is a batch of one."""
     batch = tensor.shape[0] if len(tensor.shape) == len(weight.shape) else 1
     return multiply_add_flop(tensor.dtype) * batch * entries(weight)
 
 
-def _dense_flop(tensor: Spec, weight: Spec) -> int:
-    """One filter application at each position of `tensor`: an output's, or a transposed convolution's input's."""
-    return _per_position_flop(tensor, weight) * prod(tensor.shape[-_rank(weight) :])
+@formula(
+    "aten::cudnn_convolution_transpose input weight",
+    "aten::miopen_convolution_transpose input weight",
+    "aten::slow_conv_transpose2d input weight",
+    "aten::slow_conv_transpose3d input weight",
+    "mkldnn::_convolution_transpose_pointwise input weight",
+)
+@formula(
+    "aten::conv_transpose1d input weight",
+    "aten::conv_transpose2d input weight",
+    "aten::conv_transpose3d input weight",
+    composite=True,
+)
+def everywhere(input: Spec, weight: Spec, **_: Any) -> int:
+    """One filter application at each position of `input`."""
+    return _batch_flop(input, weight) * prod(input.shape[2 - len(weight.shape) :])
 
 
-def _forward_flop(
-    input: Spec,
-    weight: Spec,
-    stride: Sequence[int],
-    padding: Sequence[int] | str,
-    dilation: Sequence[int],
-) -> int:
-    rank = _rank(weight)
-    sizes = input.shape[-rank:]
-    if padding == "same":  # torch allows it with stride 1 only: the output has the input's size
-        return _dense_flop(input, weight)
-    pads = [0] if padding == "valid" else padding
-    steps, pads, gaps = (_per_axis(values, rank) for values in (stride, pads, dilation))
-    flop = _per_position_flop(input, weight)
-    for size, kernel, step, pad, gap in zip(sizes, weight.shape[2:], steps, pads, gaps, strict=True):
-        flop *= (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
-    return flop
-
-
-def _per_axis(values: Any, rank: int) -> list[int]:
-    return list(values) * rank if len(values) == 1 else list(values)
-
-
-@formula("aten::convolution", "aten::_convolution", "aten::convolution_overrideable")
+@formula(
+    "aten::convolution input weight bias stride padding dilation transposed",
+    "aten::_convolution input weight bias stride padding dilation transposed",
+    "aten::convolution_overrideable input weight bias stride padding dilation transposed",
+    "aten::cudnn_convolution input weight padding stride dilation",
+    "aten::mkldnn_convolution input weight bias padding stride dilation",
+    "aten::miopen_convolution input weight bias padding stride dilation",
+    "aten::miopen_depthwise_convolution input weight bias padding stride dilation",
+    "aten::cudnn_convolution_relu input weight bias stride padding dilation",
+    "aten::miopen_convolution_relu input weight bias stride padding dilation",
+    "aten::cudnn_convolution_add_relu input weight z alpha bias stride padding dilation",
+    "aten::miopen_convolution_add_relu input weight z alpha bias stride padding dilation",
+    "aten::_slow_conv2d_forward input weight kernel_size bias stride padding",
+    "aten::slow_conv3d_forward input weight kernel_size bias stride padding",
+    "aten::slow_conv_dilated2d input weight kernel_size bias stride padding dilation",
+    "aten::slow_conv_dilated3d input weight kernel_size bias stride padding dilation",
+    "aten::_conv_depthwise2d input weight kernel_size bias stride padding dilation",
+    "aten::conv_depthwise3d input weight kernel_size bias stride padding dilation",
+    "mkldnn::_convolution_pointwise_ other input weight bias padding stride dilation",
+)
+@formula(
+    "aten::conv1d input weight bias stride padding dilation",
+    "aten::conv2d input weight bias stride padding dilation",
+    "aten::conv3d input weight bias stride padding dilation",
+    "aten::_convolution_mode input weight bias stride padding dilation",
+    composite=True,
+)
 def convolution(
     input: Spec,
     weight: Spec,
-    bias: Spec | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    *rest: Any,
-    **options: Any,
-) -> int:
-    """Output positions (input positions if transposed) x elements of the weight; leaves out the bias."""
-    return _dense_flop(input, weight) if transposed else _forward_flop(input, weight, stride, padding, dilation)
-
-
-@formula("aten::convolution_backward")
-def convolution_backward(
-    grad_output: Spec,
-    input: Spec,
-    weight: Spec,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-    **options: Any,
-) -> int:
-    """The forward's work once for the input's gradient and once for the weight's, as asked by `output_mask`.
-
-    Leaves out the bias's gradient, a sum.
-    """
-    return _dense_flop(input if transposed else grad_output, weight) * sum(map(bool, output_mask[:2]))
-
-
-@formula("aten::convolution_backward_overrideable")
-def convolution_backward_overrideable(
-    grad_output: Spec,
-    input: Spec,
-    weight: Spec,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-    **options: Any,
-) -> int:
-    """As `convolution_backward`."""
-    return _dense_flop(input if transposed else grad_output, weight) * sum(map(bool, output_mask[:2]))
-
-
-@formula("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::_convolution_mode", composite=True)
-def conv(
-    input: Spec,
-    weight: Spec,
-    bias: Spec | None = None,
     stride: Sequence[int] = (1,),
     padding: Sequence[int] | str = (0,),
     dilation: Sequence[int] = (1,),
-    *rest: Any,
-    **options: Any,
+    transposed: bool = False,
+    **_: Any,
 ) -> int:
-    """Output positions x elements of the weight; leaves out the bias. `padding` may be "same" or "valid"."""
-    return _forward_flop(input, weight, stride, padding, dilation)
-
-
-@formula("aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d", composite=True)
-def conv_transpose(input: Spec, weight: Spec, *rest: Any, **options: Any) -> int:
-    """Input positions x elements of the weight, taps that the padding crops included; leaves out the bias."""
-    return _dense_flop(input, weight)
+    """Output positions (input positions if transposed) x elements of the weight; `padding` may be "same" or "valid"."""
+    if transposed or padding == "same":  # torch allows "same" with stride 1 only: the output has the input's size
+        return everywhere(input, weight)
+    flop = _batch_flop(input, weight)
+    kernel = weight.shape[2:]
+    settings = [
+        list(values) * len(kernel) if len(values) == 1 else values
+        for values in (stride, (0,) if padding == "valid" else padding, dilation)
+    ]
+    for size, taps, step, pad, gap in zip(input.shape[-len(kernel) :], kernel, *settings, strict=True):
+        flop *= (size + 2 * pad - gap * (taps - 1) - 1) // step + 1
+    return flop
 
 
 @formula(
-    "aten::cudnn_convolution_transpose",
-    "aten::miopen_convolution_transpose",
-    "aten::slow_conv_transpose2d",
-    "aten::slow_conv_transpose3d",
+    """aten::convolution_backward grad_output input weight bias_sizes
+    stride padding dilation transposed output_padding groups output_mask""",
+    """aten::convolution_backward_overrideable grad_output input weight
+    stride padding dilation transposed output_padding groups output_mask""",
 )
-def transposed_backend(self: Spec, weight: Spec, *rest: Any, **options: Any) -> int:
-    """Input positions x elements of the weight; leaves out the bias."""
-    return _dense_flop(self, weight)
-
-
-@formula("aten::cudnn_convolution")
-def cudnn_convolution(
-    self: Spec,
-    weight: Spec,
-    padding: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    *rest: Any,
-    **options: Any,
+def convolution_backward(
+    grad_output: Spec, input: Spec, weight: Spec, transposed: bool, output_mask: Sequence[bool], **_: Any
 ) -> int:
-    """Output positions x elements of the weight."""
-    return _forward_flop(self, weight, stride, padding, dilation)
+    """The forward's work once for the input's gradient and once for the weight's, as asked; the bias's is a sum."""
+    return everywhere(input if transposed else grad_output, weight) * sum(map(bool, output_mask[:2]))
 
 
-@formula("aten::mkldnn_convolution", "aten::miopen_convolution", "aten::miopen_depthwise_convolution")
-def padding_first_backend(
-    self: Spec,
-    weight: Spec,
-    bias: Spec | None,
-    padding: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    *rest: Any,
-    **options: Any,
-) -> int:
-    """Output positions x elements of the weight; leaves out the bias."""
-    return _forward_flop(self, weight, stride, padding, dilation)
-
-
-@formula("aten::cudnn_convolution_relu", "aten::miopen_convolution_relu")
-def fused_relu(
-    self: Spec,
-    weight: Spec,
-    bias: Spec | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    *rest: Any,
-    **options: Any,
-) -> int:
-    """Output positions x elements of the weight; leaves out bias and activation."""
-    return _forward_flop(self, weight, stride, padding, dilation)
-
-
-@formula("aten::cudnn_convolution_add_relu", "aten::miopen_convolution_add_relu")
-def fused_add_relu(
-    self: Spec,
-    weight: Spec,
-    z: Spec,
-    alpha: float | None,
-    bias: Spec | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    *rest: Any,
-    **options: Any,
-) -> int:
-    """Output positions x elements of the weight; leaves out addition, bias and activation."""
-    return _forward_flop(self, weight, stride, padding, dilation)
-
-
-@formula(
-    "aten::_slow_conv2d_forward",
-    "aten::slow_conv3d_forward",
-    "aten::slow_conv_dilated2d",
-    "aten::slow_conv_dilated3d",
-    "aten::_conv_depthwise2d",
-    "aten::conv_depthwise3d",
-)
-def native_backend(
-    self: Spec,
-    weight: Spec,
-    kernel_size: Sequence[int],
-    bias: Spec | None = None,
-    stride: Sequence[int] = (1,),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    **options: Any,
-) -> int:
-    """Output positions x elements of the weight; leaves out the bias."""
-    return _forward_flop(self, weight, stride, padding, dilation)
-
-
-@formula("aten::conv_tbc")
-def conv_tbc(self: Spec, weight: Spec, bias: Spec, pad: int = 0, **options: Any) -> int:
-    """Output positions x elements of the weight, which is (taps, in, out); leaves out the bias."""
-    length, batch, _ = self.shape
-    return multiply_add_flop(self.dtype) * (length + 2 * pad - weight.shape[0] + 1) * batch * entries(weight)
+@formula("aten::conv_tbc input weight bias pad")
+def conv_tbc(input: Spec, weight: Spec, pad: int = 0, **others: Any) -> int:
+    """Output positions x elements of the weight, which is (taps, in, out)."""
+    length, batch, _ = input.shape
+    return multiply_add_flop(input.dtype) * (length + 2 * pad - weight.shape[0] + 1) * batch * entries(weight)
 
 
 @formula("mkldnn::_convolution_pointwise")
-def convolution_pointwise(X: Spec, *operands: Any) -> int:  # noqa: N803 - the operator's own name
-    """Output positions x elements of the weight; leaves out bias and fused point-wise work.
-
-    The overloads differ: (X, W, B, padding, ...) and, with a second operand to fuse, (X, other, W, B, padding, ...).
-    """
+def convolution_pointwise(input: Spec, *operands: Any) -> int:
+    """The overloads: (X, W, B, padding, ...) and, with a second operand to fuse, (X, other, W, B, padding, ...)."""
     if operands[2] is None or isinstance(operands[2], Spec):
         operands = operands[1:]
     weight, _, padding, stride, dilation, *_ = operands
-    return _forward_flop(X, weight, stride, padding, dilation)
-
-
-@formula("mkldnn::_convolution_pointwise_")
-def convolution_pointwise_in_place(other: Spec, *operands: Any) -> int:
-    """As `convolution_pointwise`, written into `other`."""
-    return convolution_pointwise(*operands)
-
-
-@formula("mkldnn::_convolution_transpose_pointwise")
-def convolution_transpose_pointwise(X: Spec, W: Spec, *rest: Any) -> int:  # noqa: N803
-    """Input positions x elements of the weight; leaves out bias and fused point-wise work."""
-    return _dense_flop(X, W)
+    return convolution(input, weight, stride, padding, dilation)

@@ -1,8 +1,11 @@
-"""How many FLOPs does a dense product of matrices or vectors need?
+"""How many FLOPs does a product of matrices or vectors need: dense, sparse, in groups, in low precision?
 
-All count 2mkn (see `_product`) and leave out what surrounds the product: bias, `beta * self`, scaling, activation.
-An operand may be sparse (`Spec.nnz`); then only its stored values count. An outer product is element-wise work, except
-in `addr`, where it is fused with an addition. `einsum` has no formula: what it is lowered to has.
+All count 2mkn (see `_product`): the dtype changes the peak, not the work. All leave out what surrounds the product:
+bias, `beta * self`, scaling, activation, (de)quantisation.
+
+An outer product is element-wise work, except in `addr`, where it is fused with an addition. `einsum` has no formula:
+what it is lowered to has. Products with weights that are packed for inference (`_weight_int4pack_mm` and the like) have
+none either: nobody trains through them.
 """
 
 from __future__ import annotations
@@ -13,96 +16,144 @@ from math import prod
 from typing import Any
 
 from flopmeter.flops.formulas import Spec, formula
-from flopmeter.flops.formulas._product import entries, linear_flop, matmul_flop, multiply_add_flop, tensors
+from flopmeter.flops.formulas._product import entries, linear_flop, multiply_add_flop, tensors
 
 
-@formula("aten::mm", "aten::bmm")
-def mm(self: Spec, mat2: Spec, *rest: Any, **options: Any) -> int:
-    """2mkn for each matrix of the batch."""
-    return matmul_flop(self, mat2)
+@formula(
+    "aten::mm left right",
+    "aten::bmm left right",
+    "aten::addmm added left right",
+    "aten::addmm_ added left right",
+    "aten::_addmm_activation added left right",
+    "aten::baddbmm added left right",
+    "aten::baddbmm_ added left right",
+    "aten::addbmm added left right",
+    "aten::addbmm_ added left right",
+    "aten::_int_mm left right",
+    "aten::_scaled_mm left right",
+    "aten::_scaled_mm_v2 left right",
+    "aten::_sparse_semi_structured_mm left positions right",
+    "aten::_sparse_semi_structured_addmm added left positions right",
+)
+def product(left: Spec, right: Spec, **others: Any) -> int:
+    """2mkn for each matrix of the batch: each stored value of one operand meets every column (row) of the other.
+
+    In 2:4 sparsity the left operand is stored at half its width: only the kept half counts. An fp4 element
+    ("float4_e2m1fn_x2") holds two values along k.
+    """
+    *_, rows, _ = left.shape
+    *_, _, columns = right.shape
+    values_per_entry = 2 if left.dtype.endswith("_x2") else 1
+    if right.nnz is None:
+        return multiply_add_flop(left.dtype) * values_per_entry * entries(left) * columns
+    if left.nnz is None:
+        return multiply_add_flop(left.dtype) * entries(right) * rows
+    raise ValueError("the work of a product of two sparse matrices depends on where their entries lie")
 
 
-@formula("aten::addmm", "aten::addmm_", "aten::_addmm_activation")
-def addmm(self: Spec, mat1: Spec, mat2: Spec, *rest: Any, **options: Any) -> int:
-    """2mkn; leaves out the addition of `self` and the activation."""
-    return matmul_flop(mat1, mat2)
+@formula(
+    "aten::mv matrix",
+    "aten::addmv added matrix",
+    "aten::addmv_ added matrix",
+    "aten::dot matrix",
+    "aten::vdot matrix",
+)
+def with_vector(matrix: Spec, **_: Any) -> int:
+    """2mk with a vector, 2k of two vectors."""
+    return multiply_add_flop(matrix.dtype) * entries(matrix)
 
 
-@formula("aten::baddbmm", "aten::baddbmm_", "aten::addbmm", "aten::addbmm_")
-def baddbmm(self: Spec, batch1: Spec, batch2: Spec, *rest: Any, **options: Any) -> int:
-    """2mkn for each matrix of the batch; leaves out the additions to `self` and over the batch."""
-    return matmul_flop(batch1, batch2)
-
-
-@formula("aten::mv")
-def mv(self: Spec, vec: Spec, **options: Any) -> int:
-    """2mk."""
-    return multiply_add_flop(self.dtype) * entries(self)
-
-
-@formula("aten::addmv", "aten::addmv_")
-def addmv(self: Spec, mat: Spec, vec: Spec, **options: Any) -> int:
-    """2mk; leaves out the addition of `self`."""
-    return multiply_add_flop(mat.dtype) * entries(mat)
-
-
-@formula("aten::dot", "aten::vdot")
-def dot(self: Spec, *rest: Any, **options: Any) -> int:
-    """2k."""
-    return multiply_add_flop(self.dtype) * entries(self)
-
-
-@formula("aten::addr", "aten::addr_")
-def addr(self: Spec, vec1: Spec, vec2: Spec, **options: Any) -> int:
+@formula("aten::addr added left right", "aten::addr_ added left right")
+def addr(left: Spec, right: Spec, **_: Any) -> int:
     """2mn: one multiply-add for each entry of the matrix."""
-    return multiply_add_flop(vec1.dtype) * entries(vec1) * entries(vec2)
+    return multiply_add_flop(left.dtype) * entries(left) * entries(right)
 
 
-@formula("aten::linear", composite=True)
-def linear(input: Spec, weight: Spec, *rest: Any, **options: Any) -> int:
-    """Every weight meets every token once; leaves out the bias."""
+@formula("aten::linear input weight", composite=True)
+@formula("mkl::_mkl_linear input packed weight", "aten::_sparse_semi_structured_linear input weight")
+def linear(input: Spec, weight: Spec, **_: Any) -> int:
+    """Every weight meets every token once. MKL's packed weight is opaque: the plain copy's shape counts."""
     return linear_flop(input, weight)
 
 
-@formula("aten::linear_backward")
-def linear_backward(self: Spec, grad_output: Spec, weight: Spec, output_mask: Sequence[bool], **options: Any) -> int:
+@formula("mkldnn::_linear_pointwise")
+def linear_pointwise(input: Spec, *operands: Any) -> int:
+    """The overloads differ: (X, W, B, attr, ...) and, with a second operand to fuse, (X, other, W, B, attr)."""
+    return linear_flop(input, operands[0] if isinstance(operands[2], str) else operands[1])
+
+
+@formula("aten::linear_backward input grad_output weight output_mask")
+def linear_backward(input: Spec, weight: Spec, output_mask: Sequence[bool], **_: Any) -> int:
     """One product for the input's gradient and one for the weight's, as asked; leaves out the bias's, a sum."""
-    return linear_flop(self, weight) * sum(map(bool, output_mask[:2]))
+    return linear_flop(input, weight) * sum(map(bool, output_mask[:2]))
 
 
-@formula("aten::matmul", "aten::linalg_matmul", composite=True)
-def matmul(self: Spec, other: Spec, **options: Any) -> int:
+@formula("aten::matmul left right", "aten::linalg_matmul left right", composite=True)
+def matmul(left: Spec, right: Spec, **others: Any) -> int:
     """2mkn for each matrix of the broadcast batch; a vector is a row on the left, a column on the right."""
-    *left_batch, rows, inner = (1, *self.shape)  # before a matrix, the 1 is a batch of one
-    *right_batch, _, columns = other.shape if len(other.shape) > 1 else (*other.shape, 1)
+    *left_batch, rows, inner = (1, *left.shape)  # before a matrix, the 1 is a batch of one
+    *right_batch, _, columns = right.shape if len(right.shape) > 1 else (*right.shape, 1)
     axes = zip_longest(reversed(left_batch), reversed(right_batch), fillvalue=1)
     batch = prod(right if left == 1 else left for left, right in axes)
-    return multiply_add_flop(self.dtype) * batch * rows * inner * columns
+    return multiply_add_flop(left.dtype) * batch * rows * inner * columns
 
 
-@formula("aten::_foreach_mm")
-def foreach_mm(self: Sequence[Spec], mat2: Sequence[Spec], **options: Any) -> int:
+@formula("aten::_foreach_mm lefts rights")
+def foreach_mm(lefts: Sequence[Spec], rights: Sequence[Spec], **_: Any) -> int:
     """2mkn for each pair of matrices."""
-    return sum(matmul_flop(left, right) for left, right in zip(tensors(self), tensors(mat2), strict=True))
+    return sum(product(left, right) for left, right in zip(tensors(lefts), tensors(rights), strict=True))
 
 
-@formula("inductor::_mm_plus_mm")
-def mm_plus_mm(a: Spec, b: Spec, c: Spec, d: Spec, *rest: Any) -> int:
+@formula("inductor::_mm_plus_mm a b c d")
+def mm_plus_mm(a: Spec, b: Spec, c: Spec, d: Spec, **_: Any) -> int:
     """Two products; leaves out their sum."""
-    return matmul_flop(a, b) + matmul_flop(c, d)
+    return product(a, b) + product(c, d)
 
 
-@formula("mkl::_mkl_linear")
-def mkl_linear(X: Spec, MKL_W: Spec, ORI_W: Spec, *rest: Any) -> int:  # noqa: N803 - the operator's own names
-    """Every weight meets every token once (the plain copy's shape: the packed one is opaque); leaves out the bias."""
-    return linear_flop(X, ORI_W)
+@formula("aten::_sparse_mm sparse dense", composite=True)
+@formula("aten::_sparse_addmm added sparse dense", "aten::_sparse_mm_reduce_impl sparse dense")
+def sparse_mm(sparse: Spec, dense: Spec, **_: Any) -> int:
+    """2 x stored values x columns; a mean, minimum or maximum counts like the sum. Traces do not tell nnz."""
+    if sparse.nnz is None:
+        raise ValueError("the number of stored values is unknown")
+    return product(sparse, dense)
 
 
-@formula("mkldnn::_linear_pointwise")
-def linear_pointwise(X: Spec, *operands: Any) -> int:  # noqa: N803
-    """Every weight meets every token once; leaves out bias and fused point-wise work.
+@formula("aten::sparse_sampled_addmm stored left")
+def sparse_sampled_addmm(stored: Spec, left: Spec, **_: Any) -> int:
+    """2k for each stored value, the only entries that are computed."""
+    if stored.nnz is None:
+        raise ValueError("the number of stored values is unknown")
+    return multiply_add_flop(stored.dtype) * stored.nnz * left.shape[-1]
 
-    The overloads differ: (X, W, B, attr, ...) and, with a second operand to fuse, (X, other, W, B, attr).
+
+@formula("aten::_cslt_sparse_mm compressed dense")
+def cslt_sparse_mm(compressed: Spec, dense: Spec, **_: Any) -> int:
+    """2 x kept values x columns; half of k is kept (the compressed matrix also holds the positions)."""
+    inner, columns = dense.shape
+    return compressed.shape[0] * inner * columns
+
+
+@formula(
+    "aten::_grouped_mm left right offs",
+    "aten::_scaled_grouped_mm left right scale_a scale_b offs",
+    "aten::_scaled_grouped_mm_v2 left right scale_a recipe_a swizzle_a scale_b recipe_b swizzle_b offs",
+    "transformers::grouped_mm_fallback left right offs",
+    values=("offs",),
+)
+def grouped_mm(left: Spec, right: Spec, offs: Spec | None = None, **others: Any) -> int:
+    """2mkn summed over groups of unequal size (mixtures of experts).
+
+    The operands are 2-D where the groups lie side by side along one dimension, 3-D where they are stacked; `offs` holds
+    the end of each group along the ragged dimension. Rows after the last end are not computed and do not count, if the
+    values of `offs` are known; else all rows count. The backward of `grouped_mm_fallback` dispatches plain `mm`.
     """
-    is_unary = isinstance(operands[2], str)
-    return linear_flop(X, operands[0] if is_unary else operands[1])
+    *groups, rows, inner = left.shape
+    *other_groups, _, columns = right.shape
+    if groups and other_groups:
+        return product(left, right)
+    sizes = [rows, inner, columns]
+    if offs is not None and offs.values:
+        ragged = 0 if other_groups else 2 if groups else 1
+        sizes[ragged] = offs.values[-1]
+    return multiply_add_flop(left.dtype) * (2 if left.dtype.endswith("_x2") else 1) * prod(sizes)

@@ -17,57 +17,85 @@ from flopmeter.flops.formulas import Spec, Work, formula
 from flopmeter.flops.formulas._product import linear_flop, tensors
 
 
-def _matrices(weights: Sequence[Spec]) -> list[Spec]:
+def _matrices(weights: Any) -> list[Spec]:
     matrices = [weight for weight in tensors(weights) if len(weight.shape) == 2]
     if not matrices:
         raise ValueError("the shapes of the weights are unknown")
     return matrices
 
 
-@formula("aten::mkldnn_rnn_layer")
-def mkldnn_rnn_layer(input: Spec, weight0: Spec, weight1: Spec, *rest: Any, **options: Any) -> int:
-    """One layer in one direction: input weights and hidden weights x tokens."""
-    return linear_flop(input, weight0, weight1)
+@formula("aten::mkldnn_rnn_layer input of_input of_state")
+@formula(
+    "aten::lstm_cell input hx of_input of_state",
+    "aten::gru_cell input hx of_input of_state",
+    "aten::rnn_tanh_cell input hx of_input of_state",
+    "aten::rnn_relu_cell input hx of_input of_state",
+    composite=True,
+)
+def one_layer(input: Spec, of_input: Spec, of_state: Spec, **_: Any) -> int:
+    """One layer in one direction, or a cell: weights of the input and of the state x tokens."""
+    return linear_flop(input, of_input, of_state)
 
 
-@formula("aten::mkldnn_rnn_layer_backward")
+@formula("aten::mkldnn_rnn_layer_backward input of_input of_state bias_0 bias_1 hx")
 def mkldnn_rnn_layer_backward(
-    input: Spec,
-    weight1: Spec,
-    weight2: Spec,
-    weight3: Spec,
-    weight4: Spec,
-    hx_: Spec,
-    *rest: Any,
-    wanted: Sequence[bool] | None = None,
-    **options: Any,
+    input: Spec, of_input: Spec, of_state: Spec, hx: Spec, wanted: Sequence[bool] | None = None, **others: Any
 ) -> Work:
     """Twice the forward, of which only what somebody wants is needed: the operator returns every gradient."""
     wants_input, wants_first, wants_hidden, _, _, wants_state = wanted[:6] if wanted else (True,) * 6
-    first, hidden = linear_flop(input, weight1), linear_flop(input, weight2)
-    through_states = hidden if wants_state else hidden - linear_flop(hx_, weight2)
+    first, hidden = linear_flop(input, of_input), linear_flop(input, of_state)
+    through_states = hidden if wants_state else hidden - linear_flop(hx, of_state)
     needed = first * (wants_input + wants_first) + hidden * wants_hidden + through_states
     return Work(full=needed, exact=needed, hardware=2 * (first + hidden))
 
 
-@formula("aten::_cudnn_rnn", "aten::miopen_rnn")
-def cudnn_rnn(input: Spec, weight: Sequence[Spec], *rest: Any, **options: Any) -> int:
+@formula("aten::_cudnn_rnn input weights", "aten::miopen_rnn input weights", "aten::_lstm_mps input hx weights")
+def layers(input: Spec, weights: Sequence[Spec], **_: Any) -> int:
     """All layers and directions: weights x tokens."""
-    return linear_flop(input, *_matrices(weight))
+    return linear_flop(input, *_matrices(weights))
 
 
-@formula("aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward")
-def cudnn_rnn_backward(
-    input: Spec, weight: Sequence[Spec], weight_stride0: int, weight_buf: Spec, hx: Spec, *rest: Any, **options: Any
+@formula("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu", composite=True)
+def rnn(input: Spec, *arguments: Any) -> int:
+    """The overloads differ: (input, hx, params, has_biases, ...) and, packed, (data, batch_sizes, hx, params, ...)."""
+    is_packed = isinstance(arguments[2], Sequence)
+    return layers(input, arguments[2] if is_packed else arguments[1])
+
+
+@formula(
+    """aten::_cudnn_rnn_backward input weights stride buffer hx cx output grad_output grad_hy grad_cy mode hidden_size
+    proj_size num_layers batch_first dropout train bidirectional batch_sizes dropout_state reserve output_mask""",
+    """aten::miopen_rnn_backward input weights stride buffer hx cx output grad_output grad_hy grad_cy mode hidden_size
+    num_layers batch_first dropout train bidirectional batch_sizes dropout_state reserve output_mask""",
+)
+def layers_backward(
+    input: Spec, weights: Sequence[Spec], hx: Spec, bidirectional: bool, output_mask: Sequence[bool], **others: Any
 ) -> Work:
-    """Once for inputs and states, which the kernel always does, and once for the weights if their gradient is asked.
-
-    `output_mask` (input, hx, cx, weight) is the last argument, and the last but four tells whether there is a way back.
-    """
-    wants_input, wants_state, _, wants_weights = rest[-1]
-    flop = linear_flop(input, *_matrices(weight)) * (2 if wants_weights else 1)
-    needed = flop - _unwanted_flop(input, weight, hx, wants_input, wants_state, is_both_ways=rest[-5])
+    """Once for inputs and states, which the kernel always does, and once for the weights if their gradient is asked."""
+    wants_input, wants_state, _, wants_weights = output_mask
+    flop = layers(input, weights) * (2 if wants_weights else 1)
+    needed = flop - _unwanted_flop(input, weights, hx, wants_input, wants_state, bidirectional)
     return Work(full=needed, exact=needed, hardware=flop)
+
+
+@formula(
+    """aten::lstm_mps_backward grad_y grad_hy grad_cy z_state cell_state_fwd input layersOutputs hx weights
+    has_biases num_layers dropout train bidirectional"""
+)
+def lstm_mps_backward(
+    input: Spec,
+    hx: Sequence[Spec],
+    weights: Sequence[Spec],
+    bidirectional: bool,
+    wanted: Sequence[bool] | None = None,
+    **others: Any,
+) -> Work:
+    """Twice the forward, of which only what somebody wants is needed: the operator returns every gradient."""
+    wants_input, wants_state, _, *wants_weights = wanted or (True,) * 4
+    flop = layers(input, weights)
+    unwanted = _unwanted_flop(input, weights, hx[0], wants_input, wants_state, bidirectional)
+    needed = flop * (2 if any(wants_weights) else 1) - unwanted
+    return Work(full=needed, exact=needed, hardware=2 * flop)
 
 
 def _unwanted_flop(
@@ -87,51 +115,3 @@ def _unwanted_flop(
     if not wants_state:
         flop += linear_flop(Spec(tuple(sequences), input.dtype), *matrices[1::per_part])
     return flop
-
-
-@formula("aten::_lstm_mps")
-def lstm_mps(input: Spec, hx: Sequence[Spec], params: Sequence[Spec], *rest: Any, **options: Any) -> int:
-    """All layers and directions: weights x tokens."""
-    return linear_flop(input, *_matrices(params))
-
-
-@formula("aten::lstm_mps_backward")
-def lstm_mps_backward(
-    grad_y: Spec | None,
-    grad_hy: Spec | None,
-    grad_cy: Spec | None,
-    z_state: Spec,
-    cell_state_fwd: Spec,
-    input: Spec,
-    layersOutputs: Spec,  # noqa: N803 - the operator's own name
-    hx: Sequence[Spec],
-    params: Sequence[Spec],
-    *rest: Any,
-    wanted: Sequence[bool] | None = None,
-    **options: Any,
-) -> Work:
-    """Twice the forward, of which only what somebody wants is needed: the operator returns every gradient.
-
-    The last argument but one tells whether there is a way back.
-    """
-    wants_input, wants_state, _, *wants_weights = wanted or (True,) * 4
-    flop = linear_flop(input, *_matrices(params))
-    unwanted = _unwanted_flop(input, params, hx[0], wants_input, wants_state, is_both_ways=rest[-2])
-    needed = flop * (2 if any(wants_weights) else 1) - unwanted
-    return Work(full=needed, exact=needed, hardware=2 * flop)
-
-
-@formula("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu", composite=True)
-def rnn(input: Spec, *arguments: Any) -> int:
-    """All layers and directions: weights x tokens.
-
-    The overloads differ: (input, hx, params, has_biases, ...) and, packed, (data, batch_sizes, hx, params, ...).
-    """
-    is_packed = isinstance(arguments[2], Sequence)
-    return linear_flop(input, *_matrices(arguments[2] if is_packed else arguments[1]))
-
-
-@formula("aten::lstm_cell", "aten::gru_cell", "aten::rnn_tanh_cell", "aten::rnn_relu_cell", composite=True)
-def rnn_cell(input: Spec, hx: Any, w_ih: Spec, w_hh: Spec, *rest: Any) -> int:
-    """Input weights and hidden weights x batch."""
-    return linear_flop(input, w_ih, w_hh)
