@@ -50,7 +50,7 @@ def start(folder: Path, program: str, *before: str, env: Mapping[str, str] | Non
     command = [sys.executable, *before, "program.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment)
+    return subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -394,7 +394,7 @@ SIGNALLED = {
         "ready(); time.sleep(60)",
         None,
     ),
-    "ignored": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready(); time.sleep(2); print('done')", 20),
+    "ignored": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready(); sys.stdin.read(); print('done')", 20),
     "after the end": ("monitor.finish_training()\nready(); time.sleep(60)", 20),
 }
 READY = """
