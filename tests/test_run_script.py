@@ -963,7 +963,7 @@ def test_the_closing_line_counts_and_spells_as_the_report_does(
     session = Session.__new__(Session)
     session._loaders = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
     session._monitor = SimpleNamespace(  # type: ignore[assignment]
-        run_path=Path(__file__), finish_training=lambda: summary, num_steps=num_steps, output_dir="runs/a"
+        has_record=True, finish_training=lambda: summary, num_steps=num_steps, output_dir="runs/a"
     )
     session._has_models, session._num_before = True, num_before
     assert session.finish() == line

@@ -42,7 +42,7 @@ LATEST_WAKE_S = 2 * WAKE_S
 NEVER_NS = 1 << 62
 _BASICS = frozenset(BASICS)
 FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
-HAND_OVER_S = 0.02
+HAND_OVER_S = 0.005
 """What a step waits at most for this thread to take its turn, when `flush_every` is exceeded twice."""
 CLOSE_TIMEOUT_S = 10.0
 """What the disk is given at the end, and each sink: W&B takes a few seconds to open on a busy machine."""

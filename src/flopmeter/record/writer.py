@@ -212,9 +212,12 @@ def make_way(path: Path) -> bool:
     """
     found, started_at = look_at(path)
     if found == "ended":
+        folder = path.parent
+        with suppress(ValueError, OSError):  # it lies elsewhere, or the current folder is gone
+            folder = folder.relative_to(Path.cwd())
         logger.warning(
             "%s holds a run that has ended; this one is added to it, as after a restart: give each run an "
-            "output_dir of its own to keep them apart", path.parent,
+            "output_dir of its own to keep them apart", folder,
         )  # fmt: skip
     elif found == "foreign":
         start = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started_at))
