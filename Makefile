@@ -10,9 +10,8 @@ GPU_VENV := .venv-gpu
 GPU_PIP := $(GPU_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 GPU_TESTS := -m pytest -q --confcutdir=tests/gpu tests/gpu
 QUICK_TESTS := tests/test_architecture.py tests/test_bound.py tests/test_cli.py tests/test_config.py tests/test_devices.py \
-  tests/test_diagnosis.py tests/test_docs.py tests/test_formulas.py tests/test_measuring.py tests/test_monitor.py \
-  tests/test_observe.py tests/test_package.py tests/test_record.py tests/test_steps.py tests/test_timing.py \
-  tests/test_training_monitor.py tests/test_truth.py tests/test_waterfall.py
+  tests/test_formulas.py tests/test_measuring.py tests/test_monitor.py tests/test_observe.py tests/test_record.py \
+  tests/test_steps.py tests/test_timing.py tests/test_training_monitor.py tests/test_waterfall.py
 
 .PHONY: help demo test check coverage test-gpu gpu-truth gpu-evidence simulated-gpu lint results pictures clean
 .DEFAULT_GOAL := help

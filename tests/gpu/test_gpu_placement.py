@@ -67,7 +67,7 @@ from flopmeter import watch
 where = "cuda" if torch.cuda.is_available() else "cpu"
 model = nn.Linear(512, 512, bias=False).to(where)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-settings = {"sinks": [], "report": False, "mfu_calculation_mode": sys.argv[2]}
+settings = {"sinks": [], "report": False, "profile_steps": False, "mfu_calculation_mode": sys.argv[2]}
 monitor = watch(model, optimizer, output_dir=sys.argv[1], config={"monitoring": settings})
 batch = torch.randn(64, 512, device=where)
 end_s = time.monotonic() + (3 if sys.argv[2] == "hybrid" else 0)  # counters are read first after two seconds

@@ -54,10 +54,9 @@ def test_a_sharded_model_is_counted_whole_and_its_waits_are_told(tmp_path: Path)
     run = load_run(tmp_path)
     # Eight layers on each of two ranks, the first of which owes its input no gradient; the record is the job's.
     assert run.column("perf/model_flop")[-1] == 2 * 2 * ROWS * WIDTH**2 * (3 * 8 - 1)
-    device_s = [event["device_s"] for event in run.events if event["event"] == "device_time"][-1]
-    assert all(device_s[phase] > 0 for phase in ("forward", "backward", "optimizer"))
-    stats = [event["stats"] for event in run.events if event["event"] == "ranks"]
-    assert stats[-1]["blocked_s"]["max"] > 0
+    times = [event["device_s"] for event in run.events if event["event"] == "device_time"]
+    assert all(device_s[phase] > 0 for device_s in times for phase in ("forward", "backward", "optimizer"))
+    assert [device_s for device_s in times if device_s.get("communication", 0) > 0]
 
 
 @pytest.mark.devices(2)

@@ -47,6 +47,8 @@ class DeviceTime:
         self._steps: list[DeviceStep] = []
         self._before: deque[DeviceStep] = deque(maxlen=MIN_STEPS)
         """The last ones that were reported: a run ends with a few steps, which tell nothing by themselves."""
+        self._waited: list[dict[str, float]] = []
+        """What `waits` told since the last event."""
         self._left_out: deque[int] = deque(maxlen=MAX_STEPS)
 
     def end_step(self, number: int) -> None:
@@ -83,6 +85,7 @@ class DeviceTime:
             waited_s = self.waits.take(step.step)
             if waited_s is None:
                 return
+            self._waited.append(waited_s)
             phase_s = {phase: seconds - waited_s.get(phase, 0.0) for phase, seconds in phase_s.items()}
             phase_s[COMMUNICATION] = sum(waited_s.values())
         if self.on_step is not None:
@@ -100,6 +103,12 @@ class DeviceTime:
         for step in steps:
             for phase, time in step.phases.items():
                 device_s[phase] += time.device_s / len(steps)
+        waited, self._waited = self._waited, []
+        for phase in {phase for waited_s in waited for phase in waited_s}:
+            mean_s = sum(waited_s.get(phase, 0.0) for waited_s in waited) / len(waited)
+            moved_s = min(mean_s, device_s[phase])  # of a few steps of these: a phase of all of them may be shorter
+            device_s[phase] -= moved_s
+            device_s[COMMUNICATION] += moved_s
         metrics = {}
         if COMMUNICATION in device_s and sum(device_s.values()) > 0:  # the host only hands collectives over
             metrics["perf/exposed_communication_share"] = device_s[COMMUNICATION] / sum(device_s.values())

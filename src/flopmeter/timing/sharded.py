@@ -1,15 +1,17 @@
 """How long does a GPU wait for FSDP2's collectives? The host does not block there, so events around the waits tell.
 
-Two places of torch's, private and looked for before they are used: `FSDPParamGroup.wait_for_unshard`, where the
-computing stream is told to wait for gathered weights, and `FSDPState._root_post_backward_final_callback`, where it is
-told to wait for the last gradients. The first one copies the weights as well: there the wait is made once more before
-it, by itself, between two events. A model of many layers has hundreds of waits, so that only one step in so many is
+Three places of torch's, private and looked for before they are used: `FSDPParamGroup.wait_for_unshard`, where the
+computing stream is told to wait for gathered weights, `FSDPParamGroup.post_backward`, where it waits for the gradients
+of a layer before, whose memory is wanted again, and `FSDPState._root_post_backward_final_callback`, where it waits for
+the last gradients. The first two do other work as well: there the wait is made once more before it, by itself, between
+two events. A model of many layers has hundreds of waits, so that only one step in so many is
 looked at; and none with CUDA_DEVICE_MAX_CONNECTIONS=1, where events beside collectives would cost their overlap.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from importlib import import_module
@@ -24,6 +26,7 @@ SAMPLE_EVERY = 16
 """Steps from one that is looked at to the next: three in an interval of the ranks' statistics."""
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _UNSHARD = (f"{_FSDP2}._fsdp_param_group", "FSDPParamGroup", "wait_for_unshard")
+_REDUCE = (f"{_FSDP2}._fsdp_param_group", "FSDPParamGroup", "post_backward")
 _LAST_CALLBACK = (f"{_FSDP2}._fsdp_state", "FSDPState", "_root_post_backward_final_callback")
 
 
@@ -47,16 +50,15 @@ class ShardedWaits:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        """Start listening; without both of torch's names nothing is told, since half of the waits would mislead."""
+        """Start listening; without all of torch's names nothing is told, since half of the waits would mislead."""
+        makers = {_UNSHARD: self._unsharding, _REDUCE: self._reducing, _LAST_CALLBACK: self._finishing}
         try:
-            owners = [
-                (getattr(import_module(module), owner), name) for module, owner, name in (_UNSHARD, _LAST_CALLBACK)
-            ]
+            owners = [(getattr(import_module(module), owner), name) for module, owner, name in makers]
             originals = [getattr(owner, name) for owner, name in owners]
         except (ImportError, AttributeError) as error:
             logger.info("waits of FSDP2 are not measured: %s", error)
             return
-        for (owner, name), make, original in zip(owners, (self._unsharding, self._finishing), originals, strict=True):
+        for (owner, name), make, original in zip(owners, makers.values(), originals, strict=True):
             self._patch(owner, name, make(original), original)
 
     def detach(self) -> None:
@@ -91,14 +93,27 @@ class ShardedWaits:
 
     def _unsharding(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def wait_for_unshard(group: Any) -> Any:
-            event = getattr(getattr(group, "_all_gather_result", None), "all_gather_event", None)
-            if self._is_sampling and event is not None:
-                self._mark()
-                group.device_handle.current_stream().wait_event(event)
-                self._mark()
+            if self._is_sampling:
+                self._wait(group, getattr(getattr(group, "_all_gather_result", None), "all_gather_event", None))
             return original(group)
 
         return wait_for_unshard
+
+    def _reducing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def post_backward(group: Any, *args: Any) -> Any:
+            states = getattr(group.comm_ctx, "reduce_scatter_states", ())
+            num_done = len(states) - getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", math.inf)
+            if self._is_sampling and num_done >= 0 and group._param_group_index == group._num_param_groups - 1:
+                self._wait(group, states[int(num_done)].event)  # the last of those whose memory is taken
+            return original(group, *args)
+
+        return post_backward
+
+    def _wait(self, group: Any, event: Any) -> None:
+        if event is not None:
+            self._mark()
+            group.device_handle.current_stream().wait_event(event)
+            self._mark()
 
     def _finishing(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def finish(state: Any) -> Any:
