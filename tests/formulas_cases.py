@@ -74,7 +74,7 @@ def _convolution_cases() -> list[Case]:
     grown_volume = 2 * transposed_taps(1, (4, 5, 3), (2, 3, 2, 3, 1))
     # Any shape of the right number of positions does for the gradient of the output.
     positions = taps // (2 * 2 * tuples(*weight))
-    gradient = (2, 6, positions, 1)
+    gradients = {"grad_output": (2, 6, positions, 1), "input": image, "weight": weight}
     backward = "aten::convolution_backward"
     at = {"self": image, "weight": weight, **settings}
     pads = [1, 1, 1]
@@ -99,34 +99,12 @@ def _convolution_cases() -> list[Case]:
         case("aten::conv_transpose1d", 2 * transposed_taps(2, [7], (4, 3, 3)), input=image[:3], weight=(4, 3, 3)),
         case("aten::conv_transpose2d", grown, "input", input=image, weight=(4, 3, 3, 2), **settings),
         case("aten::conv_transpose3d", grown_volume, "input", input=volume, weight=(2, 3, 2, 3, 1)),
-        case(
-            backward,
-            2 * taps,
-            grad_output=gradient,
-            input=image,
-            weight=weight,
-            output_mask=[True, True, True],
-            groups=2,
-        ),
-        case(backward, taps, grad_output=gradient, input=image, weight=weight, output_mask=[False, True, False]),
-        case(backward, 0, grad_output=gradient, input=image, weight=weight, output_mask=[False, False, True]),
+        case(backward, 2 * taps, **gradients, output_mask=[True, True, True], groups=2),
+        case(backward, taps, **gradients, output_mask=[False, True, False]),
+        case(backward, 0, **gradients, output_mask=[False, False, True]),
         case(backward, grown, input=image, weight=(4, 3, 3, 2), transposed=True, output_mask=[True, False, False]),
-        case(
-            f"{backward}_overrideable",
-            taps,
-            grad_output=gradient,
-            input=image,
-            weight=weight,
-            output_mask=[True, False, True],
-        ),
-        case(
-            f"{backward}_overrideable",
-            2 * taps,
-            grad_output=gradient,
-            input=image,
-            weight=weight,
-            output_mask=[True, True, False],
-        ),
+        case(f"{backward}_overrideable", taps, **gradients, output_mask=[True, False, True]),
+        case(f"{backward}_overrideable", 2 * taps, **gradients, output_mask=[True, True, False]),
         *(
             case(f"aten::{op}", taps, **at)
             for op in (
@@ -174,24 +152,7 @@ def _recurrent_cases() -> list[Case]:
     """Six tokens of 3 features into two layers of 4 units, both ways, four gates (LSTM)."""
     first, second, hidden = Spec((16, 3)), Spec((16, 8)), Spec((16, 4))
     bias = Spec((16,))
-    params = [
-        first,
-        hidden,
-        bias,
-        bias,
-        first,
-        hidden,
-        bias,
-        bias,
-        second,
-        hidden,
-        bias,
-        bias,
-        second,
-        hidden,
-        bias,
-        bias,
-    ]
+    params = [first, hidden, bias, bias] * 2 + [second, hidden, bias, bias] * 2
     layer = 2 * (tuples(6, 16, 3) + tuples(6, 16, 4))
     stack = 2 * layer + 2 * 2 * (tuples(6, 16, 8) + tuples(6, 16, 4))
     weight_only = [False, False, False, True]

@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter.conventions import MODELS
 from flopmeter.errors import ConfigError, CountError, MissingLibraryError
-from flopmeter.flops import models
 from flopmeter.flops.models import load_model
 
 needs_transformers = pytest.mark.skipif(
@@ -280,16 +278,3 @@ def test_a_factory_that_gives_no_model_is_refused_in_one_line(spec: str, message
 
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b", "mixtral-8x22b"])
-def test_a_name_that_mfu_knows_too_means_the_same_model_to_both(name: str) -> None:
-    base, sizes = models._split(models.NAMED[name])
-    if base in MODELS:
-        assert MODELS[name] == MODELS[base]
-    else:
-        model_type, described = models._describe(MODELS[name])
-        assert model_type == base
-        assert sizes is not None
-        assert sizes.items() <= described.items()
-        assert {**described, "experts": "8", "active_experts": "2"} == described  # a mixtral config's own defaults

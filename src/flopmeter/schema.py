@@ -22,7 +22,7 @@ StepMark = Literal["warmup", "observed", "profiled"]
 RankRule = Literal["sum", "mean", "max", "rank0"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One number that flopmeter reports."""
 
@@ -30,73 +30,67 @@ class Metric:
     """Name in every sink and in the run file; `<...>` stands for a name of the user's."""
     unit: str
     """Unit of the value; "1" for a fraction between 0 and 1, "" for a plain number."""
-    meaning: str
-    """What it says, in one sentence."""
     ranks: RankRule
     """How the values of the ranks make the value of the job."""
-
-
-def _metric(key: str, unit: str, ranks: RankRule, meaning: str) -> Metric:
-    return Metric(key=key, unit=unit, ranks=ranks, meaning=meaning)
+    meaning: str
+    """What it says, in one sentence."""
 
 
 METRICS: tuple[Metric, ...] = (
-    _metric("global_step", "", "rank0", "Optimizer steps done so far; gradient accumulation counts as one."),
-    _metric("training/loss", "", "rank0", "The loss as the training loop reports it."),
-    _metric("training/lr", "", "rank0", "The learning rate as the training loop reports it."),
-    _metric("training/epoch", "", "rank0", "The epoch as the training loop reports it."),
-    _metric("training/grad_norm", "", "rank0", "The gradient norm as the training loop reports it."),
-    _metric("perf/mfu", "1", "mean", "Model FLOPs per second of wall time over the device's peak."),
-    _metric("perf/mfu_percent", "%", "mean", "perf/mfu times 100."),
-    _metric("perf/hfu", "1", "mean", "Like perf/mfu with every FLOP that ran, recomputation included."),
-    _metric("perf/mfu_processed", "1", "mean", "Like perf/mfu with padding counted as if it were work."),
-    _metric("perf/model_flop", "FLOP", "sum", "FLOPs that the model's mathematics needs for the step."),
-    _metric("perf/flop_error", "1", "max", "Distance of the last predicted model FLOPs from the count that tested it."),
-    _metric("perf/step_time", "s", "max", "Wall time of an optimizer step: with the wait for data, without pauses."),
-    _metric("perf/steps_per_second", "1/s", "rank0", "Optimizer steps per second of step time."),
-    _metric("perf/tokens_per_second", "1/s", "sum", "Tokens that are not padding, per second of step time."),
-    _metric("perf/tokens_processed_per_second", "1/s", "sum", "All tokens, padding included, per second of step time."),
-    _metric("perf/samples_per_second", "1/s", "sum", "Samples per second of step time."),
+    Metric("global_step", "", "rank0", "Optimizer steps done so far; gradient accumulation counts as one."),
+    Metric("training/loss", "", "rank0", "The loss as the training loop reports it."),
+    Metric("training/lr", "", "rank0", "The learning rate as the training loop reports it."),
+    Metric("training/epoch", "", "rank0", "The epoch as the training loop reports it."),
+    Metric("training/grad_norm", "", "rank0", "The gradient norm as the training loop reports it."),
+    Metric("perf/mfu", "1", "mean", "Model FLOPs per second of wall time over the device's peak."),
+    Metric("perf/mfu_percent", "%", "mean", "perf/mfu times 100."),
+    Metric("perf/hfu", "1", "mean", "Like perf/mfu with every FLOP that ran, recomputation included."),
+    Metric("perf/mfu_processed", "1", "mean", "Like perf/mfu with padding counted as if it were work."),
+    Metric("perf/model_flop", "FLOP", "sum", "FLOPs that the model's mathematics needs for the step."),
+    Metric("perf/flop_error", "1", "max", "Distance of the last predicted model FLOPs from the count that tested it."),
+    Metric("perf/step_time", "s", "max", "Wall time of an optimizer step: with the wait for data, without pauses."),
+    Metric("perf/steps_per_second", "1/s", "rank0", "Optimizer steps per second of step time."),
+    Metric("perf/tokens_per_second", "1/s", "sum", "Tokens that are not padding, per second of step time."),
+    Metric("perf/tokens_processed_per_second", "1/s", "sum", "All tokens, padding included, per second of step time."),
+    Metric("perf/samples_per_second", "1/s", "sum", "Samples per second of step time."),
     *(
-        _metric(f"perf/{phase}_share", "1", "mean", f"Share of the step spent in {phase.replace('_', ' ')}.")
+        Metric(f"perf/{phase}_share", "1", "mean", f"Share of the step spent in {phase.replace('_', ' ')}.")
         for phase in PHASES
     ),
-    _metric(
+    Metric(
         "perf/exposed_communication_share",
         "1",
         "mean",
         "Share of the step in which the backward pass only waits for gradients of other ranks; lies in backward's.",
     ),
-    _metric(
+    Metric(
         "perf/data_wait_cpu_share",
         "1",
         "mean",
         "Share of the wait for data in which the training thread itself computed; on every seventh batch.",
     ),
-    _metric("perf/overhead_share", "1", "mean", "Share of wall time that flopmeter itself used."),
-    _metric(
+    Metric("perf/overhead_share", "1", "mean", "Share of wall time that flopmeter itself used."),
+    Metric(
         "perf/goodput",
         "1",
         "rank0",
         "Share of the wall time since this start's first step spent in steps; the report's goodput counts starting up, "
         "restarts and lost work, too.",
     ),
-    _metric("resource/gpu_memory_bytes", "byte", "max", "Memory of the GPU in use, by all processes."),
-    _metric("resource/gpu_memory_share", "1", "max", "Share of the GPU's memory in use."),
-    _metric("resource/gpu_utilisation", "1", "mean", "Share of time in which any kernel ran; says little about MFU."),
-    _metric("resource/gpu_power_w", "W", "sum", "Power that the GPU draws."),
-    _metric("resource/gpu_temperature_c", "degree Celsius", "max", "Temperature of the GPU."),
-    _metric("resource/process_memory_bytes", "byte", "sum", "Resident memory of the training process."),
-    _metric("resource/process_cpu_cores", "", "sum", "CPU cores that the training process keeps busy."),
-    _metric("resource/num_workers", "", "sum", "Data loader workers that are alive."),
-    _metric(
-        "resource/worker_cpu_cores", "", "sum", "CPU cores that the workers keep busy: workers that wait use none."
-    ),
-    _metric("counter/tensor_active", "1", "rank0", "Share of cycles in which tensor pipes worked; stands beside HFU."),
-    _metric("counter/sm_active", "1", "rank0", "Share of cycles in which a multiprocessor had work."),
-    _metric("counter/dram_active", "1", "rank0", "Share of cycles in which the device's memory was read or written."),
+    Metric("resource/gpu_memory_bytes", "byte", "max", "Memory of the GPU in use, by all processes."),
+    Metric("resource/gpu_memory_share", "1", "max", "Share of the GPU's memory in use."),
+    Metric("resource/gpu_utilisation", "1", "mean", "Share of time in which any kernel ran; says little about MFU."),
+    Metric("resource/gpu_power_w", "W", "sum", "Power that the GPU draws."),
+    Metric("resource/gpu_temperature_c", "degree Celsius", "max", "Temperature of the GPU."),
+    Metric("resource/process_memory_bytes", "byte", "sum", "Resident memory of the training process."),
+    Metric("resource/process_cpu_cores", "", "sum", "CPU cores that the training process keeps busy."),
+    Metric("resource/num_workers", "", "sum", "Data loader workers that are alive."),
+    Metric("resource/worker_cpu_cores", "", "sum", "CPU cores that the workers keep busy: workers that wait use none."),
+    Metric("counter/tensor_active", "1", "rank0", "Share of cycles in which tensor pipes worked; stands beside HFU."),
+    Metric("counter/sm_active", "1", "rank0", "Share of cycles in which a multiprocessor had work."),
+    Metric("counter/dram_active", "1", "rank0", "Share of cycles in which the device's memory was read or written."),
     *(
-        _metric(f"rank/{name}_time_{which}", "s", "rank0", f"{meaning}: {which} over the ranks, mean of an interval.")
+        Metric(f"rank/{name}_time_{which}", "s", "rank0", f"{meaning}: {which} over the ranks, mean of an interval.")
         for name, meaning in (
             ("step", "Wall time of a step"),
             ("own", "Time of a step without the wait for other ranks"),
@@ -104,12 +98,12 @@ METRICS: tuple[Metric, ...] = (
         )
         for which in ("min", "mean", "max")
     ),
-    _metric("rank/slowest", "", "rank0", "The rank with the longest own time."),
-    _metric("rank/memory_max_bytes", "byte", "rank0", "Memory of the rank that uses most."),
-    _metric("rank/num_missing", "", "rank0", "Ranks of which nothing was heard in the interval."),
-    _metric("dataset/<name>/loss", "", "mean", "Mean loss of the samples of one dataset."),
-    _metric("dataset/<name>/accuracy", "1", "mean", "Share of right predictions on one dataset."),
-    _metric("dataset/<name>/samples", "", "sum", "Samples seen of one dataset."),
+    Metric("rank/slowest", "", "rank0", "The rank with the longest own time."),
+    Metric("rank/memory_max_bytes", "byte", "rank0", "Memory of the rank that uses most."),
+    Metric("rank/num_missing", "", "rank0", "Ranks of which nothing was heard in the interval."),
+    Metric("dataset/<name>/loss", "", "mean", "Mean loss of the samples of one dataset."),
+    Metric("dataset/<name>/accuracy", "1", "mean", "Share of right predictions on one dataset."),
+    Metric("dataset/<name>/samples", "", "sum", "Samples seen of one dataset."),
 )
 
 METRICS_BY_KEY = {metric.key: metric for metric in METRICS}

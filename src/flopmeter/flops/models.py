@@ -53,9 +53,6 @@ MAX_LAYERS = 10_000
 _COUNTED = ("layer", "layers", "block", "blocks", "depth", "depths", "stages", "experts")
 
 NAMED: Final[Mapping[str, str]] = {
-    "llama-3-8b": "llama-3.1-8b",
-    "llama-3-70b": "llama-3.1-70b",
-    "mixtral-8x22b": "mixtral:layers=56,hidden=6144,heads=48,kv_heads=8,ffn=16384,vocab=32000",
     "deepseek-v3": "deepseek_v3",
     "qwen2.5-vl-72b": (
         "qwen2_5_vl:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=29568,vocab=152064,vision_config.hidden_size=1280,"
