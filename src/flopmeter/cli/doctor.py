@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopmeter.errors import refuse_old_torch
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -29,6 +31,7 @@ def command(
 
     from flopmeter.doctor import LIMIT_S, examine
 
+    refuse_old_torch()
     console = Console(stderr=True)
     results = []
     with console.status(f"Checking this machine (at most {LIMIT_S:.0f} s) ...") as status:

@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
-from torch._C._autograd import _get_sequence_nr
 
 from flopmeter.flops.arguments import CallNames, flatten, padding_mask
 from flopmeter.flops.unseen import OwnHook, hide_hooks
 from flopmeter.flops.workload import real_tokens
+from flopmeter.torch_compat import MAY_GIVE_WAY, autograd_node, graph_task_id, sequence_nr, tracing_state
 
 logger = logging.getLogger("flopmeter")
 
@@ -120,8 +120,8 @@ class FrameTracker:
 
     def around(self) -> Frame:
         """The module around one that starts now: the one that checkpointing runs a part of again, in backward."""
-        is_again = not self._stack and torch._C._current_graph_task_id() != -1
-        node = torch._C._current_autograd_node() if is_again else None
+        is_again = not self._stack and graph_task_id() != -1
+        node = autograd_node() if is_again else None
         return self.of_node(node._sequence_nr()) if node is not None else self.current()
 
     def of_node(self, sequence_nr: int) -> Frame:
@@ -131,7 +131,7 @@ class FrameTracker:
 
     def install(self) -> None:
         """Put hooks on every module of the roots that is not inside a compiled region, or called on other threads."""
-        keeps_arguments = self.has_compiled or self.is_spread
+        keeps_arguments = MAY_GIVE_WAY or self.has_compiled or self.is_spread
         for root in self._roots:
             for path, module in _visible_modules(root):
                 enter = _EnterHook(self, path, module is root, keeps_arguments)
@@ -151,7 +151,7 @@ class FrameTracker:
             self.on_batch()
         named = flatten(self._names.bind(args, kwargs))
         batch = read_batch(args, {name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
-        batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        batch.is_evaluation = not torch.is_grad_enabled() and graph_task_id() == -1
         if batch.memory is not None:
             batch.memory.is_evaluation = batch.is_evaluation
         if keeps_arguments:
@@ -163,7 +163,7 @@ class FrameTracker:
         """A module starts."""
         self._stack.append(frame)
         self._mark(frame)
-        if frame.needed_flop and torch._C._current_graph_task_id() == -1:
+        if frame.needed_flop and graph_task_id() == -1:
             self.needed.append(frame)
 
     def start_decoder(self, text: Batch) -> None:
@@ -179,10 +179,10 @@ class FrameTracker:
 
     def _mark(self, frame: Frame) -> None:
         # Nodes made from here on, until the next mark, belong to this frame.
-        sequence_nr = _get_sequence_nr()
-        if self._sequence and sequence_nr < self._sequence[-1]:
+        number = sequence_nr()
+        if self._sequence and number < self._sequence[-1]:
             return  # another autograd thread counts from its own zero
-        self._sequence.append(sequence_nr)
+        self._sequence.append(number)
         self._frames.append(frame)
 
 
@@ -194,7 +194,7 @@ class _EnterHook(OwnHook):
     keeps_arguments: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_compiling() or tracing_state() is not None:
             return
         tracker = self.tracker
         outer = tracker.around()
@@ -234,7 +234,7 @@ class _LeaveHook(OwnHook):
     tracker: FrameTracker
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
+        if not torch.compiler.is_compiling() and tracing_state() is None:
             self.tracker.pop()
 
 

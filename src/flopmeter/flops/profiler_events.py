@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from flopmeter.flops import formulas
 from flopmeter.flops.formulas import MATRIX_WORD, PRODUCTS, RECORDED_DTYPES, Formula, Spec, Work, num_positional
+from flopmeter.torch_compat import input_shapes, schemas_of
 
 ABORTED = "flopmeter: recomputation stops here"
 """A mark inside the operator that checkpointing left early."""
@@ -49,7 +48,7 @@ class Event:
     def arguments(self) -> list[Any]:
         """What the operator was called with, each tensor as its `Spec`; what the record has lost is None."""
         raw = self.raw
-        parts = zip(raw.structured_input_shapes(), raw.dtypes(), raw.concrete_inputs(), strict=True)
+        parts = zip(input_shapes(raw), raw.dtypes(), raw.concrete_inputs(), strict=True)
         return [_argument(shape, dtype, value) for shape, dtype, value in parts]
 
     def work(self, formula: Formula) -> Work | None:
@@ -124,7 +123,7 @@ def looks_like_matrix_work(name: str) -> bool:
         return is_product or formulas.is_solver(name)
     if namespace in _KNOWN_NAMESPACES or not re.fullmatch(r"\w+::\w+", name):
         return False
-    return bool(torch._C._jit_get_schemas_for_operator(name))
+    return bool(schemas_of(name))
 
 
 def _argument(shape: list[Any], dtype: str, value: Any) -> Any:

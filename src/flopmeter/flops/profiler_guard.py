@@ -22,16 +22,15 @@ from weakref import WeakSet
 
 import torch
 from torch.autograd import profiler as torch_profiler
-from torch.profiler import ProfilerActivity
 
 from flopmeter.errors import CountError
+from flopmeter.torch_compat import PROFILER_PATCHED, is_profiler_running, make_profiler, missing_profiler_name
 
 logger = logging.getLogger("flopmeter")
 
 MAX_WAIT_S = 30.0
 """How long a user's profiler on another thread waits for ours to finish its step: only its own thread can end it."""
 
-_PATCHED = ("_prepare_trace", "__exit__")
 # Kineto has one subscriber to CUPTI; whoever set one of these is it, or will be.
 _OTHER_TOOLS = (
     "NSYS_PROFILING_SESSION_ID",
@@ -41,14 +40,6 @@ _OTHER_TOOLS = (
     "NVPROF_ID",
     "KINETO_USE_DAEMON",
 )
-# Operators only. All of "CPU" would attach CUPTI to trace the CUDA runtime, which slows the run for good.
-_OPERATORS = {ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION"}}
-# What the device does as well, and which call and which operator it goes back to. Torch counts the link between the two
-# among what the CPU does, and refuses a name in the wrong group.
-_WITH_KERNELS = {
-    ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION", "EXTERNAL_CORRELATION"},
-    ProfilerActivity.CUDA: {"CONCURRENT_KERNEL", "GPU_MEMCPY", "GPU_MEMSET", "CUDA_RUNTIME", "CUDA_DRIVER"},
-}
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
@@ -92,13 +83,7 @@ class Recording:
         with _sessions.lock:
             if reason := blocker():
                 raise CountError(f"the step is not profiled: {reason}")
-            self.profiler = torch_profiler.profile(
-                use_kineto=True,
-                use_device="cuda" if self._devices else None,
-                record_shapes=self._with_shapes,
-                with_flops=self._with_shapes,
-                activity_filters=_WITH_KERNELS if self._devices else _OPERATORS,
-            )
+            self.profiler = make_profiler(with_shapes=self._with_shapes, with_kernels=bool(self._devices))
             self._thread, self._process = threading.get_ident(), os.getpid()
             _sessions.own = self
             try:
@@ -177,7 +162,7 @@ class _Sessions:
         with self.lock:
             if self.is_watching:
                 return
-            for name in _PATCHED:
+            for name in PROFILER_PATCHED:
                 setattr(torch_profiler.profile, name, _wrapped(name, getattr(torch_profiler.profile, name)))
             self.foreign.update(_under_way())
             self.is_watching = True
@@ -201,20 +186,20 @@ _sessions = _Sessions()
 
 def watch() -> None:
     """Begin to note other people's profiler sessions; called early, it spares the search for those under way."""
-    if _missing_name() is None:
+    if missing_profiler_name() is None:
         _sessions.watch()
 
 
 def blocker() -> str | None:
     """Why a profiler session of ours must not start now, or None when it may."""
-    if missing := _missing_name():
+    if missing := missing_profiler_name():
         return f"this torch has no {missing}, by which other profilers are noticed"
     _sessions.watch()
     if _sessions.own is not None:
         return "another step is being profiled by flopmeter"
     if _sessions.foreign:
         return "another profiler session is prepared or running"
-    if torch_profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+    if is_profiler_running():
         return "another profiler is running"
     tool = next((name for name in _OTHER_TOOLS if os.environ.get(name)), None)
     if tool is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -256,18 +241,6 @@ def _silent_kineto() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_LOG_LEVEL, None)
-
-
-def _missing_name() -> str | None:
-    """The first of torch's private names that is gone: without them a profiler could start unseen."""
-    for owner, name in (
-        *((torch_profiler.profile, name) for name in _PATCHED),
-        (torch_profiler, "_is_profiler_enabled"),
-        (torch._C._autograd, "_profiler_enabled"),
-    ):
-        if not hasattr(owner, name):
-            return name
-    return None
 
 
 def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+
+from flopmeter.flops.patching import replace_attribute
+from flopmeter.torch_compat import OpOverload, OwnMode, tree_iter, tree_map_only
 
 _META = torch.device("meta")
 _real_attention = F.scaled_dot_product_attention
@@ -38,10 +38,25 @@ def shadow() -> Iterator[None]:
     """
     F.scaled_dot_product_attention = _fused_attention
     try:
-        with _ShadowMode():
+        with _ShadowMode(), _autocast_of_shapes():
             yield
     finally:
         F.scaled_dot_product_attention = _real_attention
+
+
+@contextmanager
+def _autocast_of_shapes() -> Iterator[None]:
+    """Rotary embeddings switch autocast off for the device of a tensor, "meta" here: torch has none for that."""
+    own = torch.autocast.__init__
+
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        own(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    undo = replace_attribute(torch.autocast, "__init__", __init__)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def _fused_attention(
@@ -75,10 +90,8 @@ class _Layout(NamedTuple):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
 
 
-class _ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ShadowMode(OwnMode):  # type: ignore[no-untyped-call]
     """Runs on values what has values, and on shapes what has not."""
-
-    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
 
 from flopmeter.errors import CountError
 from flopmeter.flops.arguments import unwrap as unwrap
@@ -29,6 +27,7 @@ from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Call, Observation
 from flopmeter.flops.shadow import shadow
+from flopmeter.torch_compat import TOO_OLD, reparametrize_module, tree_map_only
 
 MAX_REAL_ELEMENTS = 1 << 14
 """A real run takes the whole batch up to this many tokens (or pixels / 256), else one sample, scaled."""
@@ -66,6 +65,8 @@ def count_call(
     convention: Convention = "exact",
 ) -> FlopCount:
     """`count_flops` for the call `model(*args, **kwargs)`."""
+    if TOO_OLD is not None:
+        raise CountError(TOO_OLD)
     target, kwargs = unwrap(model), dict(kwargs)
     attempts: dict[str, Callable[[], FlopCount]] = {
         "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention),
@@ -87,6 +88,10 @@ def count_call(
         fell_back = tuple(f"Could not be counted as {first}: {reason}" for reason, first in reasons.items())
         return replace(count, method=count.method or method, left_out=(*count.left_out, *fell_back))
     why = [f"{method}: {reason}" for reason, method in reasons.items()]
+    if type(target).__module__.startswith("transformers."):
+        version = str(sys.modules["transformers"].__version__)
+        if int(version.partition(".")[0]) < 5:
+            why.append(f"this is transformers {version}, and mixtures of experts need transformers 5")
     raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {'; '.join(why)}")
 
 
@@ -187,7 +192,7 @@ def _observed(
 ) -> FlopCount:
     observation = Observation([model], count_fake=True, count_evaluation=True)
     # Backward runs inside too: checkpointing calls the model again from there.
-    with torch.set_grad_enabled(training), _reparametrize_module(model, dict(tensors), tie_weights=True):
+    with torch.set_grad_enabled(training), reparametrize_module(model, dict(tensors), tie_weights=True):
         observation.start()
         try:
             loss = loss_of(model(*args, **kwargs))

@@ -15,16 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import dataloader
 
-from flopmeter.flops.patching import hide_frame, replace_attribute, skip_in_compiler
+from flopmeter.flops.patching import hide_frame, replace_attribute
 from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.torch_compat import LoaderIterator, graph_task_id, skip_in_compiler, tracing_state
 
-_graph_task = torch._C._current_graph_task_id
-"""Inside a backward pass its number, elsewhere -1."""
 _is_grad_enabled = torch.is_grad_enabled
-_tracing_state = torch._C._get_tracing_state
-"""While `torch.jit.trace` runs a model, its; elsewhere None."""
 _is_compiling = torch.compiler.is_compiling
 _num_forks = 0
 """Of this process and its ancestors: asking the system for the process on every batch costs more than all of a mark."""
@@ -157,7 +153,7 @@ class _ForwardHook(OwnHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # First of all the compiler, which takes its own answer for a constant and cannot trace the other questions.
-        if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
+        if _is_compiling() or graph_task_id() != -1 or tracing_state() is not None:
             return  # checkpointing calls the model again from inside the backward pass: that is no new batch
         if _is_grad_enabled():
             self._on_forward(args, kwargs)
@@ -173,7 +169,7 @@ class _ForwardEndHook(OwnHook):
         self._on_evaluation_end = listener.on_evaluation_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
+        if _is_compiling() or graph_task_id() != -1 or tracing_state() is not None:
             return
         if _is_grad_enabled():
             self._on_forward_end()
@@ -189,7 +185,7 @@ class _OptimizerHook(OwnHook):
         self._call_in_backward = call_in_backward
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _graph_task() == -1:
+        if graph_task_id() == -1:
             self._call()
         else:  # stepped parameter by parameter: the step ends when the backward pass returns
             self._call_in_backward()
@@ -202,7 +198,7 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
     on_backward, on_backward_end = listener.on_backward, listener.on_backward_end
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if _graph_task() != -1 or get_ident() != thread:
+        if graph_task_id() != -1 or get_ident() != thread:
             return original(*args, **kwargs)
         on_backward(args[0] if args else kwargs.get("tensors"))
         try:
@@ -231,7 +227,7 @@ def _patch_graphing(hooks: Hooks) -> list[Callable[[], None]]:
 
 def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Every DataLoader iterator fetches through one method: mark the waits for those that are ours, on this thread."""
-    original = dataloader._BaseDataLoaderIter.__next__
+    original = LoaderIterator.__next__
     thread, num_forks = get_ident(), _num_forks
     on_wait, on_batch, on_no_batch = listener.on_wait, listener.on_batch, listener.on_no_batch
 
@@ -248,7 +244,7 @@ def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Cal
         on_batch()
         return batch
 
-    return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
+    return replace_attribute(LoaderIterator, "__next__", fetch)
 
 
 class _Feeds:

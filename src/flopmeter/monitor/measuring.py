@@ -30,6 +30,7 @@ from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.monitor.stage import Stage, StepFlop
 from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import METRICS_BY_KEY, StepMark
+from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, num_dispatch_modes
 
 logger = logging.getLogger("flopmeter")
 
@@ -162,7 +163,7 @@ class FlopSource:
         """Why this step must not be measured, or None."""
         if self.mode == "profiler":
             return profiler_guard.blocker()
-        if torch._C._len_torch_dispatch_stack():
+        if num_dispatch_modes():
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
 
@@ -175,14 +176,20 @@ class FlopSource:
         measurement, self._measurement = self._measurement, None
         assert measurement is not None
         measurement.stop()
+        if isinstance(measurement, ObservedStep) and measurement.gave_way is not None:
+            if measurement.gave_way != self._last_blocker:
+                self._last_blocker = measurement.gave_way
+                self._warn(f"{measurement.gave_way}: FLOPs are counted on shapes")
+            if not measurement.batches:
+                return  # before the model was called: a later step is tried
         count = measurement.result(self._settings.convention)
-        workload = resolve(seen())
+        workload = resolve(_counted_of(seen(), measurement))
         # A count of nothing is not used: nothing was trained in the step, or where it was we could not see.
         error = self._learn(self._stage, count, workload) if count.model_flop else None
         if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
             self.ranks.publish({**note_of(count, workload), "state": self._state})
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
-        if isinstance(measurement, ObservedStep):
+        if isinstance(measurement, ObservedStep) and measurement.gave_way is None:
             self._facts = facts_of(measurement, count)
             self._tell_facts()
 
@@ -307,6 +314,8 @@ class FlopSource:
         if mode != "hybrid":
             return mode
         is_profiler = self._counters is None and self._settings.performance_monitoring.hybrid_mode.fallback_to_profiler
+        if is_profiler and not HAS_ACTIVITY_FILTERS and device_of(self._model).type == "cuda":
+            return "smart"  # nobody has asked for the profiler, and its tracer would stay attached
         return "profiler" if is_profiler else "smart"
 
     def _open_counters(self) -> CounterReader | None:
@@ -361,6 +370,13 @@ class FlopSource:
         total = peak.flop_per_s + sum(peak_flops(device, dtype).flop_per_s for device in others)
         note = f"Of {len(others) + 1} devices together. {peak.note}"
         return replace(peak, flop_per_s=total, note=note.rstrip())
+
+
+def _counted_of(seen: Sequence[Seen], measurement: ObservedStep | ProfiledStep) -> Sequence[Seen]:
+    """Those micro-batches of a step that its count holds: one that gave way to the compiler has the first ones."""
+    if isinstance(measurement, ProfiledStep) or measurement.gave_way is None:
+        return seen
+    return seen[: sum(not batch.is_evaluation for batch in measurement.batches)]
 
 
 def _plain(value: Any) -> Any:

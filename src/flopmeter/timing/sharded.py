@@ -17,14 +17,12 @@ from typing import Any
 
 from flopmeter.schema import PHASES
 from flopmeter.timing.events import EventSource, has_one_connection
+from flopmeter.torch_compat import FSDP2_WAITS
 
 logger = logging.getLogger("flopmeter")
 
 SAMPLE_EVERY = 16
 """Steps from one that is looked at to the next: three in an interval of the ranks' statistics."""
-_FSDP2 = "torch.distributed.fsdp._fully_shard"
-_UNSHARD = (f"{_FSDP2}._fsdp_param_group", "FSDPParamGroup", "wait_for_unshard")
-_LAST_CALLBACK = (f"{_FSDP2}._fsdp_state", "FSDPState", "_root_post_backward_final_callback")
 
 
 class ShardedWaits:
@@ -49,9 +47,7 @@ class ShardedWaits:
     def attach(self) -> None:
         """Start listening; without both of torch's names nothing is told, since half of the waits would mislead."""
         try:
-            owners = [
-                (getattr(import_module(module), owner), name) for module, owner, name in (_UNSHARD, _LAST_CALLBACK)
-            ]
+            owners = [(getattr(import_module(module), owner), name) for module, owner, name in FSDP2_WAITS]
             originals = [getattr(owner, name) for owner, name in owners]
         except (ImportError, AttributeError) as error:
             logger.info("waits of FSDP2 are not measured: %s", error)
