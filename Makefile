@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test coverage test-gpu lint results pictures clean
+.PHONY: help demo test coverage test-gpu test-versions lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make coverage  the tests, and which lines of src/ they reach"
 	@echo "make lint    linters and types only"
 	@echo "make test-gpu  what only a CUDA device can show"
+	@echo "make test-versions  the tests of TORCH_TESTS on every torch of TORCH_VERSIONS (gigabytes), into docs/versions.md"
 	@echo "make results   a short run of every benchmark, then the README's tables from the results on file"
 	@echo "make pictures  the README's pictures, from real runs in a real browser"
 	@echo "make clean   remove the virtual environment and caches"
@@ -29,6 +30,14 @@ coverage: $(VENV)/.ready-test
 
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/gpu
+
+TORCH_VERSIONS := 2.6.0 2.8.0 2.9.1 2.10.0 2.12.1 2.13.0 2.15.0
+TORCH_TESTS := tests/test_torch_versions.py
+# A folder of environments that are there already, each named after its version, is used as it is.
+TORCH_ENVIRONMENTS ?= .venv-versions
+
+test-versions: $(VENV)/.ready-test
+	$(BIN)/python scripts/test_versions.py $(TORCH_VERSIONS) --tests $(TORCH_TESTS) --environments $(TORCH_ENVIRONMENTS)
 
 # The short form only shows that every benchmark runs: the figures on file come from full runs on a quiet machine.
 results: $(VENV)/.ready-test
@@ -66,4 +75,4 @@ $(VENV)/.ready-test: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@ $(VENV)/.ready-demo
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-versions .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -13,9 +13,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import update_wrapper
 from importlib import import_module
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch._C._autograd import DeviceType as DeviceType
@@ -32,6 +33,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import dataloader
 
 from flopmeter.errors import too_old_torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 TRIED = ("2.6.0", "2.8.0", "2.9.1", "2.10.0", "2.12.1", "2.13.0", "2.15.0")
 """Versions that `make test-versions` has run on; docs/versions.md has what each of them showed."""
@@ -51,6 +54,8 @@ sequence_nr: Callable[[], int] = _get_sequence_nr
 """The number that the next autograd node of this thread gets."""
 schemas_of: Callable[[str], Any] = torch._C._jit_get_schemas_for_operator
 reparametrize_module: Callable[..., Any] = _reparametrize_module
+Convolution = torch.nn.modules.conv._ConvNd
+"""What all convolutions have in common."""
 LoaderIterator: Any = dataloader._BaseDataLoaderIter
 """Every DataLoader fetches through its `__next__`."""
 
@@ -73,8 +78,6 @@ FSDP2_WAITS = (
 IGNORES_COMPILER = hasattr(TorchDispatchMode, "ignore_compile_internals")
 OBSERVES_COMPILED = IGNORES_COMPILER and VERSION >= (2, 10)
 """Since 2.9 the compiler can ignore a mode; 2.9 still compiles the model once more, and looks into our hooks."""
-MAY_GIVE_WAY = not OBSERVES_COMPILED or VERSION < (2, 13)
-"""Whether an observed step may have to end before its model was seen in full, and be counted on shapes."""
 HAS_ACTIVITY_FILTERS = "activity_filters" in inspect.signature(_profiler.profile.__init__).parameters
 RECORDS_CUSTOM_OPERATORS = VERSION < (2, 14)
 
@@ -168,6 +171,24 @@ def skip_in_compiler(code: CodeType, *, and_callees: bool) -> None:
         frames.skip_code(code)
 
 
+def outside_compiler(function: _Function) -> _Function:
+    """The function as compiled code may call it, an optimizer's step say: it runs as it is, with all that it calls."""
+    if VERSION >= (2, 7):
+        skip_in_compiler(function.__code__, and_callees=True)
+        return function
+    frames: Any = torch._C._dynamo.eval_frame
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = frames.set_eval_frame(None)  # 2.6 can be told to skip a function, but not what it calls
+        try:
+            return function(*args, **kwargs)
+        finally:
+            frames.set_eval_frame(before)
+
+    skip_in_compiler(run.__code__, and_callees=True)
+    return cast(_Function, update_wrapper(run, function))
+
+
 def is_in_compiled_call() -> bool:
     """Whether a function that torch.compile has wrapped is running, an optimizer's step with our hooks say.
 
@@ -247,6 +268,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def async_collective_tensor() -> Any:
     """The class of tensors that are still on their way, or None."""
     return getattr(import_module("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
+
+
+def default_store() -> Any:
+    """Where the ranks of this job have met."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def root_mesh(mesh: Any) -> Any:

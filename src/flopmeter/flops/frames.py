@@ -19,7 +19,14 @@ from torch import nn
 from flopmeter.flops.arguments import CallNames, flatten, padding_mask
 from flopmeter.flops.unseen import OwnHook, hide_hooks
 from flopmeter.flops.workload import real_tokens
-from flopmeter.torch_compat import MAY_GIVE_WAY, autograd_node, graph_task_id, sequence_nr, tracing_state
+from flopmeter.torch_compat import (
+    OBSERVES_COMPILED,
+    autograd_node,
+    graph_task_id,
+    is_beside_cuda_graphs,
+    sequence_nr,
+    tracing_state,
+)
 
 logger = logging.getLogger("flopmeter")
 
@@ -131,7 +138,8 @@ class FrameTracker:
 
     def install(self) -> None:
         """Put hooks on every module of the roots that is not inside a compiled region, or called on other threads."""
-        keeps_arguments = MAY_GIVE_WAY or self.has_compiled or self.is_spread
+        may_give_way = not OBSERVES_COMPILED or is_beside_cuda_graphs()
+        keeps_arguments = may_give_way or self.has_compiled or self.is_spread
         for root in self._roots:
             for path, module in _visible_modules(root):
                 enter = _EnterHook(self, path, module is root, keeps_arguments)

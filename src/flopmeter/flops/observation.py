@@ -35,8 +35,8 @@ from flopmeter.torch_compat import (
     is_cuda_graph_made,
     is_in_compiled_call,
     num_dispatch_modes,
+    outside_compiler,
     sequence_nr,
-    skip_in_compiler,
 )
 
 logger = logging.getLogger("flopmeter")
@@ -158,6 +158,8 @@ class Observation:
         A mode of the user's that was entered meanwhile and is still open stays where it is: ours goes quiet beneath it.
         """
         self._mode.is_quiet = True
+        if self.gave_way is None and not self._count_fake and is_beside_cuda_graphs():
+            self.gave_way = BESIDE_GRAPHS  # since some operator of this step
         if dispatch_mode() is self._mode:
             self._mode.leave()
         elif self._frames.on_batch is None and self.gave_way is None:
@@ -338,7 +340,7 @@ class _Mode(OwnMode):  # type: ignore[no-untyped-call]
         # Not in a data loader's worker, forked during the step. Nor while torch.compile makes a CUDA graph: it counts
         # what is alive in the graph's memory, and ends the user's step with an error over a mask that we kept; and a
         # sum of ours would be recorded: each replay would write it to where something else may be by then.
-        if self.is_quiet or os.getpid() != self._pid or is_cuda_graph_made():
+        if self.is_quiet or os.getpid() != self._pid or (not self._count_fake and is_cuda_graph_made()):
             return out
         # DTensor's sharding propagation tries operators on fake tensors: no work is done there.
         if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
@@ -441,8 +443,6 @@ def watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], No
     def leave(*_: Any) -> None:
         set_inside(False)
 
-    for hook in (enter, leave):
-        skip_in_compiler(hook.__code__, and_callees=True)
-    before = register_optimizer_step_pre_hook(enter)
-    after = register_optimizer_step_post_hook(leave)
+    before = register_optimizer_step_pre_hook(outside_compiler(enter))
+    after = register_optimizer_step_post_hook(outside_compiler(leave))
     return [before.remove, after.remove]

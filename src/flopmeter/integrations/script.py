@@ -25,7 +25,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopmeter.errors import sign_warnings
-from flopmeter.torch_compat import graph_task_id, skip_in_compiler
+from flopmeter.torch_compat import graph_task_id, outside_compiler
 
 if TYPE_CHECKING:
     from flopmeter.integrations._discovery import Discovery
@@ -220,9 +220,9 @@ def _import_apart(name: str) -> None:
         pool.submit(import_module, name).result()
 
 
-for _hook in (Program.on_optimizer, Program.on_optimizer_end):  # where a program compiles its optimizer's step
-    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-    skip_in_compiler(_hook.__code__, and_callees=True)
+for _name in ("on_optimizer", "on_optimizer_end"):  # where a program compiles its optimizer's step
+    setattr(Program, _name, _hook := outside_compiler(getattr(Program, _name)))
+    _hook._torchdynamo_disable = True
 
 
 def _follow_gradient_scalers(program: Program) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from flopmeter.flops.patching import hide_frame, replace_attribute
 from flopmeter.flops.unseen import OwnHook, hide_hooks
-from flopmeter.torch_compat import LoaderIterator, graph_task_id, skip_in_compiler, tracing_state
+from flopmeter.torch_compat import LoaderIterator, graph_task_id, outside_compiler, skip_in_compiler, tracing_state
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
@@ -268,6 +268,7 @@ class _Feeds:
         return not self._was_seen and iterator._dataset is self._dataset
 
 
-for _hook in (_ForwardHook, _ForwardEndHook, _OptimizerHook):
+for _hook in (_ForwardHook, _ForwardEndHook):
     skip_in_compiler(_hook.__call__.__code__, and_callees=True)
+_OptimizerHook.__call__ = outside_compiler(_OptimizerHook.__call__)  # type: ignore[method-assign]
 _OptimizerHook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
