@@ -142,9 +142,11 @@ def cell(results: dict[str, str], pattern: str) -> str:
 
 
 def write_row(page: Path, version: str, cells: dict[str, str]) -> None:
-    """Put a version's row into the table; rows of other versions stay."""
+    """Put a version's row into the table; other rows stay, and so does what this run did not try."""
     lines = page.read_text().splitlines() if page.exists() else []
     rows = {line.split("|")[1].strip(): line for line in lines if re.match(r"\| \d", line)}
+    before = dict(zip(cells, rows[version].split(" | ")[1:], strict=True)) if version in rows else {}
+    cells = {name: before.get(name, text).strip("| ") if text == NOT_TRIED else text for name, text in cells.items()}
     rows[version] = f"| {version} | " + " | ".join(cells.values()) + " |"
     ordered = [rows[name] for name in sorted(rows, key=lambda name: [int(part) for part in name.split(".")])]
     heading = "| torch | " + " | ".join(cells) + " |"
