@@ -13,7 +13,7 @@ QUICK_TESTS := tests/test_architecture.py tests/test_bound.py tests/test_cli.py 
   tests/test_formulas.py tests/test_measuring.py tests/test_monitor.py tests/test_observe.py tests/test_record.py \
   tests/test_steps.py tests/test_timing.py tests/test_training_monitor.py tests/test_waterfall.py
 
-.PHONY: help demo test check coverage test-gpu gpu-truth gpu-evidence simulated-gpu lint results pictures clean
+.PHONY: help demo test check coverage test-gpu gpu-truth gpu-evidence simulated-gpu test-versions lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-gpu  what a CUDA device can show: on yours, else on a simulated one"
 	@echo "make gpu-truth  verdict, waterfall and MFU against what the simulated device did"
 	@echo "make gpu-evidence  ten minutes on your GPU: one file that you can send us"
+	@echo "make test-versions  the tests of TORCH_TESTS on every torch of TORCH_VERSIONS (gigabytes), into docs/versions.md"
 	@echo "make results   a short run of every benchmark, then the README's tables from the results on file"
 	@echo "make pictures  the README's pictures, from real runs in a real browser"
 	@echo "make clean   remove the virtual environment and caches"
@@ -57,6 +58,14 @@ test-gpu: $(VENV)/.ready-test
 # Only the simulated device knows what it did.
 gpu-truth: simulated-gpu
 	tests/simcuda/run python benchmarks/gpu_truth.py
+
+TORCH_VERSIONS := 2.6.0 2.8.0 2.9.1 2.10.0 2.12.1 2.13.0 2.15.0
+TORCH_TESTS := tests/test_torch_versions.py
+# A folder of environments that are there already, each named after its version, is used as it is.
+TORCH_ENVIRONMENTS ?= .venv-versions
+
+test-versions: $(VENV)/.ready-test
+	$(BIN)/python scripts/test_versions.py $(TORCH_VERSIONS) --tests $(TORCH_TESTS) --environments $(TORCH_ENVIRONMENTS)
 
 # The short form only shows that every benchmark runs: the figures on file come from full runs on a quiet machine.
 results: $(VENV)/.ready-test
@@ -120,4 +129,4 @@ $(GPU_VENV)/simcuda/.built: $(GPU_VENV)/.torch tests/simcuda/build.sh $(wildcard
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(GPU_VENV) .venv-versions .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "flopmeter"
 FOUNDATION = {"errors", "schema", "columns", "text"}
 FACTS = {"devices", "metrics", "record", "config", "conventions", "resources"}
 READERS = {"sinks", "goodput", "waterfall", "traces", "diagnosis", "compare", "report", "serve"}
-MEASURERS = {"flops", "timing", "distributed", "dataset_metrics"}
+MEASURERS = {"torch_compat", "flops", "timing", "distributed", "dataset_metrics"}
 
 ALLOWED: dict[str, set[str]] = {
     **{name: set() for name in FOUNDATION},
@@ -30,9 +30,10 @@ ALLOWED: dict[str, set[str]] = {
     "compare": FOUNDATION | FACTS | {"goodput", "waterfall", "diagnosis"},
     "report": FOUNDATION | FACTS | {"goodput", "waterfall", "diagnosis", "compare", "flops.formulas"},
     "serve": FOUNDATION | FACTS | READERS,
-    **dict.fromkeys(MEASURERS, FOUNDATION | FACTS),
+    **dict.fromkeys(MEASURERS, FOUNDATION | FACTS | {"torch_compat"}),
+    "torch_compat": {"errors"},
     "monitor": FOUNDATION | FACTS | READERS | MEASURERS,
-    "integrations": {"monitor", "errors", "text"},
+    "integrations": {"monitor", "errors", "text", "torch_compat"},
     "demo": {"monitor", "errors"},
     "doctor": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor", "demo"},
     "training": FOUNDATION | FACTS | READERS | MEASURERS | {"monitor"},

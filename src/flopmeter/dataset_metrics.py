@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.errors import ConfigError, FlopmeterError
+from flopmeter.torch_compat import DisableTorchFunction
 
 logger = logging.getLogger("flopmeter")
 
@@ -146,7 +147,7 @@ class DatasetMetrics:
             predictions: Class or token ids; they take precedence over `logits`.
         """
         try:
-            with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+            with DisableTorchFunction():  # the user's function modes and tensor classes are not for us
                 self._take_in(dataset_names, loss, logits, labels, predictions)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop a training run; the reason is logged)
             self.num_dropped += 1
@@ -160,7 +161,7 @@ class DatasetMetrics:
             return None
         sums = None
         if self._sums is not None and not self._is_empty:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 sums = self._sums[:, : len(self._ids)].clone()
                 self._sums.zero_()
             self._is_empty = True

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -53,6 +54,31 @@ class MissingLibraryError(FlopmeterError):
         target = f"'flopmeter[{extra}]'" if extra else library
         verb = "are" if " and " in library else "is"
         super().__init__(f"{needed_for} needs {library}, which {verb} not installed: run pip install {target}")
+
+
+OLDEST_TORCH = (2, 6)
+
+
+def too_old_torch(version: str) -> str | None:
+    """What to say of a torch of this version where it is older than any that flopmeter knows, else None."""
+    if tuple(int(part) for part in version.split(".")[:2]) >= OLDEST_TORCH:
+        return None
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return f"flopmeter needs torch {oldest} or newer, and this is torch {version}: run pip install --upgrade torch"
+
+
+def refuse_old_torch() -> None:
+    """Say, before torch is loaded, that the torch which is here is too old; nothing when there is none.
+
+    Raises:
+        FlopmeterError: It is.
+    """
+    try:
+        too_old = too_old_torch(version("torch"))
+    except PackageNotFoundError:
+        return
+    if too_old is not None:
+        raise FlopmeterError(too_old)
 
 
 FEW_NAMES = 8

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from flopmeter.cli._choice import choose
-from flopmeter.errors import ConfigError, CountError, MissingLibraryError
+from flopmeter.errors import ConfigError, CountError, MissingLibraryError, refuse_old_torch
 from flopmeter.text import amount, percent
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def _refuse_missing_libraries(model: str) -> None:
     if missing:
         needed_for = "flopmeter count" if "torch" in missing else f"flopmeter count {model}"
         raise MissingLibraryError(" and ".join(missing), needed_for=needed_for, extra=",".join(missing))
+    refuse_old_torch()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from flopmeter import text
 from flopmeter.cli._choice import choose
 from flopmeter.demo import MIN_STEPS, PLANTS, WORKLOADS, Plant, Planted, find_plant, run_demo
 from flopmeter.devices import measure_peak, peak_flops
-from flopmeter.errors import FlopmeterError, MissingLibraryError
+from flopmeter.errors import FlopmeterError, MissingLibraryError, refuse_old_torch
 from flopmeter.record import load_run
 from flopmeter.report import REPORT_FILE
 from flopmeter.schema import RUN_FILE
@@ -75,6 +75,7 @@ def command(
         return
     if find_spec("torch") is None:
         raise MissingLibraryError("torch", needed_for="flopmeter demo", extra="torch")
+    refuse_old_torch()
     from rich.console import Console
 
     talk = Console(stderr=True, quiet=json)

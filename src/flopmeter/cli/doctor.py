@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopmeter.errors import refuse_old_torch
 from flopmeter.schema import TOUCHED
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def command(
 
     from flopmeter.doctor import LIMIT_S, examine
 
+    refuse_old_torch()
     console = Console(stderr=True)
     results = []
     with console.status(f"Checking this machine (at most {LIMIT_S:.0f} s) ...") as status:

@@ -11,7 +11,7 @@ import typer
 from flopmeter.cli._peak import with_cure
 from flopmeter.devices import Measurement, Peak, measure_peak, peak_flops
 from flopmeter.devices.table import OVERRIDE_VARIABLE
-from flopmeter.errors import UnknownDeviceError
+from flopmeter.errors import UnknownDeviceError, refuse_old_torch
 from flopmeter.text import amount, rate
 
 _CURE = (
@@ -37,6 +37,8 @@ def command(
     """
     from rich.console import Console
 
+    if measure or device is None:
+        refuse_old_torch()
     measurement = _sweep(device, dtype, budget_s) if measure else None
     with Console(stderr=True).status("Looking the peak up ..."):  # asking torch for the device here takes seconds
         peak = _peak(device, dtype, measurement)

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from flopmeter.cli._choice import choose
-from flopmeter.errors import ConfigError, FlopmeterError
+from flopmeter.errors import ConfigError, FlopmeterError, refuse_old_torch
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Whatever follows the program's name, or -m, belongs to the program."""
@@ -65,6 +65,7 @@ def command(
         choose("--mode", mode, get_args(Mode))
     environment = dict(os.environ)
     if environment.get("FLOPMETER", "").lower() not in ("off", "0", "false", "no"):
+        refuse_old_torch()
         settings = {
             "output_dir": str((output_dir or _default_folder(arguments)).absolute()),
             "config": _settings(config, mode, sinks),

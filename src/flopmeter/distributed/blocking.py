@@ -19,7 +19,6 @@ device's timeline, and the numbers of the host are not given.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns
@@ -32,6 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flopmeter.devices.placement import devices_of
 from flopmeter.schema import PHASES
+from flopmeter.torch_compat import (
+    DisableTorchFunction,
+    async_collective_tensor,
+    graph_task_id,
+    queue_callback,
+    uses_compiled_autograd,
+)
 
 logger = logging.getLogger("flopmeter")
 
@@ -67,11 +73,9 @@ class Blocking:
         """Start listening; what this torch does not have is left out."""
         if not self.is_on:
             return
-        from torch.distributed import _functional_collectives as functional
-
         self._patch(getattr(dist, "Work", None), "wait")
         for name in ("wait", "trigger_wait"):
-            self._patch(getattr(functional, "AsyncCollectiveTensor", None), name)
+            self._patch(async_collective_tensor(), name)
         self._patch(DistributedDataParallel, "_sync_buffers")
 
     def detach(self) -> None:
@@ -89,12 +93,12 @@ class Blocking:
     def on_backward(self, roots: Any) -> None:
         """A backward pass from these tensors begins."""
         self._computed_ns = None
-        if not self._is_ddp or _uses_compiled_autograd():
+        if not self._is_ddp or uses_compiled_autograd():
             self._has_missed_one = self._is_ddp
             return
         root = roots[0] if isinstance(roots, (tuple, list)) and roots else roots
         try:
-            with torch._C.DisableTorchFunction():  # a mode of the user's sees nothing of ours
+            with DisableTorchFunction():  # a mode of the user's sees nothing of ours
                 if isinstance(root, torch.Tensor) and root.grad_fn is not None:
                     # Each loss has hooks of its own: what the user adds to one must not run on another.
                     self._handle = root.register_hook(self._queue)  # type: ignore[no-untyped-call]
@@ -116,7 +120,7 @@ class Blocking:
 
     def _queue(self, grad: torch.Tensor) -> None:
         try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._note_computed)
+            queue_callback(self._note_computed)
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
 
@@ -139,7 +143,7 @@ class Blocking:
         def waiting(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a constant to the compiler: it sees the original and nothing else
                 return original(*args, **kwargs)
-            is_ours = get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+            is_ours = get_ident() == self._thread or graph_task_id() != -1
             if self._is_inside or not is_ours:
                 return original(*args, **kwargs)
             self._is_inside = True
@@ -157,12 +161,3 @@ class Blocking:
                 setattr(owner, name, original)
 
         self._undo.append(undo)
-
-
-def _uses_compiled_autograd() -> bool:
-    """There, a callback queued from a hook ends the user's backward pass with an error."""
-    dynamo = sys.modules.get("torch._dynamo")  # looking it up on torch would import it
-    if dynamo is None:
-        return False
-    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(dynamo.config.compiled_autograd or getattr(autograd, "compiled_autograd_enabled", False))

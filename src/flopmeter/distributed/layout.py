@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopmeter.torch_compat import root_mesh
+
 SHARED_NAMES = {"tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel", "pp", "pipe", "pipeline"}
 OWN_NAMES = {
     "dp", "data", "data_parallel", "fsdp", "shard", "replicate", "dp_shard", "dp_replicate", "cp", "context", "ep",
@@ -102,8 +104,7 @@ def _dims(mesh: Any) -> list[_Dim]:
 def _root_dims(model: nn.Module) -> list[_Dim]:
     """The mesh that a parameter's mesh was cut from also shows dimensions without a trace in the parameters (pp)."""
     first = next((mesh for p in model.parameters() if (mesh := mesh_of(p)) is not None), None)
-    find = getattr(first, "_get_root_mesh", None)
-    root = find() if find is not None else None
+    root = root_mesh(first) if first is not None else None
     return _dims(root) if root is not None and root.mesh_dim_names else []
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flopmeter.torch_compat import default_store
+
 TIMEOUT_S = 20.0
 """After so long a call to a store that hangs raises, in our own thread."""
 
@@ -65,7 +67,7 @@ def next_prefix() -> str:
 
 def own_connection() -> Any:
     """The job's store, over a connection of our own where it can give one. May take a while: not for training."""
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = default_store()
     try:
         own = store.clone()
         usual = store.timeout

@@ -7,7 +7,7 @@ import shutil
 from importlib.util import find_spec
 from typing import Any
 
-from flopmeter.doctor._result import Result
+from flopmeter.doctor._result import Result, Standing
 
 ORDER = 120
 LIMIT_S = 30.0
@@ -67,7 +67,9 @@ def _try(device: Any) -> Result:
         return Result(standing="broken", says=says)
     if count != FLOP:
         return Result(standing="broken", says=f"a compiled step of {FLOP:,} FLOP was counted as {count:,.0f}")
-    return Result(standing="works", says="a compiled model was observed, counted right, and ran compiled afterwards")
+    how = "observed" if observed.gave_way is None else f"not observed ({observed.gave_way})"
+    standing: Standing = "works" if observed.gave_way is None else "falls back"
+    return Result(standing=standing, says=f"a compiled model was {how}, counted right, and ran compiled afterwards")
 
 
 class _CountingCompiler:
@@ -78,7 +80,7 @@ class _CountingCompiler:
         self.num_calls = 0
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx
+        from flopmeter.torch_compat import compile_fx
 
         self.num_graphs += 1
         compiled: Any = compile_fx(graph, inputs)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from flopmeter.devices import uses_tf32 as torch_uses_tf32
+from flopmeter.torch_compat import num_recompiles
 
 if TYPE_CHECKING:
     from flopmeter.flops.flop_count import FlopCount
@@ -149,15 +150,6 @@ def odd_sizes(roots: Iterable[nn.Module]) -> list[dict[str, Any]]:
 def uses_tf32(device_type: str) -> bool | None:
     """Whether float32 products may run as TF32; None off CUDA."""
     return torch_uses_tf32() if device_type == "cuda" else None
-
-
-def num_recompiles() -> int | None:
-    """How often torch.compile had to compile the same code again; None when it does not say."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    metrics = getattr(dynamo, "get_compilation_metrics", None)
-    if metrics is None:
-        return None
-    return sum(bool(getattr(metric, "recompile_reason", None)) for metric in metrics())
 
 
 def _user_place(frame: FrameType | None) -> str | None:

@@ -16,11 +16,19 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
-from torch._C._autograd import _get_sequence_nr
 
 from flopmeter.flops.arguments import CallNames, flatten, padding_mask
 from flopmeter.flops.unseen import OwnHook, hide_hooks
 from flopmeter.flops.workload import real_tokens
+from flopmeter.torch_compat import (
+    OBSERVES_COMPILED,
+    DisableTorchFunction,
+    autograd_node,
+    graph_task_id,
+    is_beside_cuda_graphs,
+    sequence_nr,
+    tracing_state,
+)
 
 logger = logging.getLogger("flopmeter")
 
@@ -123,8 +131,8 @@ class FrameTracker:
 
     def around(self) -> Frame:
         """The module around one that starts now: the one that checkpointing runs a part of again, in backward."""
-        is_again = not self._stack and torch._C._current_graph_task_id() != -1
-        node = torch._C._current_autograd_node() if is_again else None
+        is_again = not self._stack and graph_task_id() != -1
+        node = autograd_node() if is_again else None
         return self.of_node(node._sequence_nr()) if node is not None else self.current()
 
     def of_node(self, sequence_nr: int) -> Frame:
@@ -134,7 +142,8 @@ class FrameTracker:
 
     def install(self) -> None:
         """Put hooks on every module of the roots that is not inside a compiled region, or called on other threads."""
-        keeps_arguments = self.has_compiled or self.is_spread
+        may_give_way = not OBSERVES_COMPILED or is_beside_cuda_graphs()
+        keeps_arguments = may_give_way or self.has_compiled or self.is_spread
         self._thread = get_ident()
         for root in self._roots:
             for path, module in _visible_modules(root):
@@ -151,7 +160,7 @@ class FrameTracker:
 
     def is_elsewhere(self) -> bool:
         """Whether a thread that does not train calls a module, for an evaluation or to act."""
-        return get_ident() != self._thread and not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return get_ident() != self._thread and not torch.is_grad_enabled() and graph_task_id() == -1
 
     def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
         """A root is called from outside: what with?"""
@@ -159,7 +168,7 @@ class FrameTracker:
             self.on_batch()
         named = flatten(self._names.bind(args, kwargs))
         batch = read_batch(args, {name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
-        batch.is_evaluation = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        batch.is_evaluation = not torch.is_grad_enabled() and graph_task_id() == -1
         if batch.memory is not None:
             batch.memory.is_evaluation = batch.is_evaluation
         if keeps_arguments:
@@ -171,7 +180,7 @@ class FrameTracker:
         """A module starts."""
         self._stack.append(frame)
         self._mark(frame)
-        if frame.needed_flop and torch._C._current_graph_task_id() == -1:
+        if frame.needed_flop and graph_task_id() == -1:
             self.needed.append(frame)
 
     def start_decoder(self, text: Batch) -> None:
@@ -187,10 +196,10 @@ class FrameTracker:
 
     def _mark(self, frame: Frame) -> None:
         # Nodes made from here on, until the next mark, belong to this frame.
-        sequence_nr = _get_sequence_nr()
-        if self._sequence and sequence_nr < self._sequence[-1]:
+        number = sequence_nr()
+        if self._sequence and number < self._sequence[-1]:
             return  # another autograd thread counts from its own zero
-        self._sequence.append(sequence_nr)
+        self._sequence.append(number)
         self._frames.append(frame)
 
 
@@ -202,14 +211,14 @@ class _EnterHook(OwnHook):
     keeps_arguments: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_compiling() or tracing_state() is not None:
             return
         tracker = self.tracker
         if tracker.is_elsewhere():
             return
         outer = tracker.around()
         try:
-            with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+            with DisableTorchFunction():  # the user's function modes and tensor classes are not for us
                 frame = self._frame(module, args, kwargs, outer)
         except Exception as error:  # noqa: BLE001 - an input of an unusual kind must not stop the forward pass
             if not tracker.has_told:
@@ -246,7 +255,7 @@ class _LeaveHook(OwnHook):
     tracker: FrameTracker
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_compiling() or tracing_state() is not None:
             return
         if not self.tracker.is_elsewhere():
             self.tracker.pop()

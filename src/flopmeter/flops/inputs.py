@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from flopmeter.errors import CountError
 from flopmeter.flops.shadow import shadow, untouched
+from flopmeter.torch_compat import Convolution
 
 FREE_IMAGE_SIZE = 448
 """Side in pixels of the image for models that take any size."""
@@ -225,7 +226,7 @@ def _first_input(model: nn.Module, batch_size: int, length: int) -> torch.Tensor
     for layer in model.modules():
         if isinstance(layer, nn.Embedding):
             return torch.zeros(batch_size, length, dtype=torch.long)
-        if isinstance(layer, nn.modules.conv._ConvNd):
+        if isinstance(layer, Convolution):
             sides = (length,) * len(layer.kernel_size)
             return torch.zeros(batch_size, layer.in_channels, *sides, dtype=dtype)
         if isinstance(layer, nn.RNNBase):

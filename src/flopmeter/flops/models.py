@@ -225,10 +225,17 @@ def _build(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Modu
     model_class = _model_class(transformers, config)
     try:
         with _without_weights():
-            model = model_class._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
+            model = _make(model_class, config, dtype)
     except Exception as error:  # noqa: BLE001 - sizes that do not fit fail anywhere in a model's own code
         raise CountError(f"{model_class.__name__} cannot be built from its config: {_one_line(error)}") from None
     return _without_values(model)
+
+
+def _make(model_class: Any, config: Any, dtype: torch.dtype | None) -> nn.Module:
+    """Transformers has called the dtype so since 4.56."""
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+    made: nn.Module = model_class._from_config(config, **{name: dtype or getattr(config, name, None) or torch.bfloat16})
+    return made
 
 
 def _model_class(transformers: Any, config: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
@@ -12,10 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._autograd import _get_sequence_nr
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from flopmeter.devices.placement import devices_of
 from flopmeter.flops import formulas
@@ -24,9 +20,26 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
-from flopmeter.flops.patching import is_in_compiled_call, skip_in_compiler, surround_backward
+from flopmeter.flops.patching import replace_attribute, surround_backward
 from flopmeter.flops.repeats import Repeats
 from flopmeter.flops.tf32 import product_dtype, tf32_families
+from flopmeter.torch_compat import (
+    OBSERVES_COMPILED,
+    DisableTorchFunction,
+    FakeTensor,
+    OwnMode,
+    autograd_node,
+    before_compiled_calls,
+    dispatch_mode,
+    graph_task_id,
+    has_function_mode,
+    is_beside_cuda_graphs,
+    is_cuda_graph_made,
+    is_in_compiled_call,
+    num_dispatch_modes,
+    outside_compiler,
+    sequence_nr,
+)
 
 logger = logging.getLogger("flopmeter")
 
@@ -38,6 +51,8 @@ _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_
 """Operators that call another one, and where among their arguments it stands."""
 _BY_HEADS = "aten::_scaled_dot_product"
 """Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
+BESIDE_COMPILER = f"torch {torch.__version__} lets no step be observed that runs compiled code"
+BESIDE_GRAPHS = f"torch {torch.__version__} lets no step be observed beside the CUDA graphs of torch.compile"
 _ATTENTION_FAMILIES = frozenset({"attention", "flex_attention"})
 
 
@@ -80,6 +95,10 @@ class Observation:
         self._count_evaluation = count_evaluation
         self._builds_graph: list[bool] = []
         self._is_in_optimizer = False
+        self.gave_way: str | None = None
+        """Why nothing was observed from some point of the step on: beside compiled code this torch would take harm."""
+        self._count_fake = count_fake
+        self._thread = get_ident()
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -96,16 +115,40 @@ class Observation:
         """Begin to watch."""
         self._thread = get_ident()
         self._frames.install()
-        self._undo = [self._frames.remove, *_watch_optimizers(self._set_in_optimizer)]
+        self._undo = [self._frames.remove, *watch_optimizers(self._set_in_optimizer)]
         self._undo.append(surround_backward(self._inside_backward))
+        if not self._count_fake and is_beside_cuda_graphs():
+            self.gave_way = BESIDE_GRAPHS
+            self._mode.is_quiet = True
+            return
+        if not self._count_fake and not OBSERVES_COMPILED:
+            self._undo.append(replace_attribute(*before_compiled_calls(self._give_way)))
         if self._mode.outlasts_call():
             self._frames.on_batch = self._enter_late
         else:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
+    def _give_way(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compiled code is about to run, or a model to be exported: before the compiler looks, nothing of ours is left.
+
+        A root that was compiled in place is called without its hooks, so that its batch is noted here.
+        """
+        if get_ident() != self._thread or self.gave_way is not None:
+            return
+        self.gave_way = BESIDE_COMPILER
+        try:
+            if dispatch_mode() is self._mode:
+                self._mode.__exit__(None, None, None)
+            self.stop()
+            if getattr(function, "__self__", None) in self.roots and not self._frames.depth:
+                with DisableTorchFunction():
+                    self._frames.start_batch(args, kwargs, keeps_arguments=True)
+        except Exception as error:  # noqa: BLE001 - from here it would end the user's call
+            logger.warning("the observed step did not end cleanly: %s: %s", type(error).__name__, error)
+
     def _enter_late(self) -> None:
         """A root is called, after a start within a compiled optimizer step: from here on the mode sees what runs."""
-        if not self._mode.outlasts_call() and not torch._C._len_torch_dispatch_stack():
+        if not self._mode.outlasts_call() and not num_dispatch_modes():
             self._frames.on_batch = None
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -116,9 +159,12 @@ class Observation:
         On another thread than the one that watches, ours goes quiet as well, and is left there by a second call.
         """
         is_first, self._mode.is_quiet = not self._mode.is_quiet, True
-        if _get_current_dispatch_mode() is self._mode:
+        if self.gave_way is None and not self._count_fake and is_beside_cuda_graphs():
+            self.gave_way = BESIDE_GRAPHS  # since some operator of this step
+        is_whole = self._frames.on_batch is None and self.gave_way is None
+        if dispatch_mode() is self._mode:
             self._mode.leave()
-        elif is_first and self._frames.on_batch is None and get_ident() == self._thread:
+        elif is_first and is_whole and get_ident() == self._thread:
             logger.warning("the observed step ended inside another dispatch mode; it is counted as far as it was seen")
         for undo in self._undo:
             undo()
@@ -187,7 +233,7 @@ class Observation:
         )
 
     def _phase(self, frame: Frame) -> WorkPhase:
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task_id() == -1:
             if self._is_in_optimizer and not torch.is_grad_enabled():  # with gradients it is the closure of the step
                 return "optimizer"
             return "evaluation" if frame.batch.is_evaluation and not self._count_evaluation else "forward"
@@ -200,7 +246,7 @@ class Observation:
         if not isinstance(work, Work) or torch.is_grad_enabled():
             return
         if phase == "forward":
-            self._repeats.see_forward(_get_sequence_nr() - 1, work.full)
+            self._repeats.see_forward(sequence_nr() - 1, work.full)
         elif phase == "backward":
             self._repeats.see_backward(node, work.full, len(self.calls))
 
@@ -224,7 +270,7 @@ class Observation:
             return known
         pairs = self._pairs.product(op, bound, out)
         if torch.is_grad_enabled():
-            self._pairs.by_sequence[_get_sequence_nr() - 1] = pairs
+            self._pairs.by_sequence[sequence_nr() - 1] = pairs
         return pairs
 
     def _fused_pairs(self, op: str, bound: Mapping[str, Any], frame: Frame, node: Any) -> Pairs | None:
@@ -248,10 +294,8 @@ class Observation:
             self.uncounted[op] = self.uncounted.get(op, 0) + 1
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(OwnMode):  # type: ignore[no-untyped-call]
     """Hands every operator to the observation after it ran."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, take: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None], count_fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -271,7 +315,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
 
         def leave_first(_: bool) -> AbstractContextManager[Any]:
-            if _get_current_dispatch_mode() is self and not self.outlasts_call():
+            if dispatch_mode() is self and not self.outlasts_call():
                 undo()
                 self.leave()
             return nullcontext()
@@ -293,34 +337,26 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if types and any(t.__name__ in _OPAQUE for t in types):
             return NotImplemented
-        if torch._C._is_torch_function_mode_enabled():  # where C++ calls the operator: the mode would see it from here
-            with torch._C.DisableTorchFunction():
+        if has_function_mode():  # where C++ calls the operator: the mode would see it from here
+            with DisableTorchFunction():
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        if self.is_quiet or os.getpid() != self._pid or _is_graph_made():
-            return out  # in a data loader's worker, forked during the step
+        # Not in a data loader's worker, forked during the step. Nor while torch.compile makes a CUDA graph: it counts
+        # what is alive in the graph's memory, and ends the user's step with an error over a mask that we kept; and a
+        # sum of ours would be recorded: each replay would write it to where something else may be by then.
+        if self.is_quiet or os.getpid() != self._pid or (not self._count_fake and is_cuda_graph_made()):
+            return out
         # DTensor's sharding propagation tries operators on fake tensors: no work is done there.
         if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
-            with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+            with DisableTorchFunction():  # the user's function modes and tensor classes are not for us
                 self._take(func, args, kwargs, out)
         return out
 
 
-def _is_graph_made() -> bool:
-    """Whether torch.compile warms up or records a CUDA graph, as it does in mode "reduce-overhead".
-
-    It then counts what is alive in the graph's memory, and ends the user's step with an error over a mask that we kept.
-    And a sum of ours would be recorded: each replay would write it to where something else may be by then.
-    """
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # whoever makes such graphs has loaded it
-    lock = getattr(trees, "graph_capture_lock", None)
-    return lock is not None and bool(lock.locked())
-
-
 def _gradient_node() -> Any:
     """The autograd node that runs now, or None outside of a backward pass."""
-    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    return autograd_node() if graph_task_id() != -1 else None
 
 
 def _with_wanted(formula: Formula, kwargs: dict[str, Any], node: Any) -> dict[str, Any]:
@@ -402,15 +438,15 @@ def _dtype_of(args: Iterable[Any]) -> str:
     return "unknown"
 
 
-def _watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], None]]:
+def watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], None]]:
+    """Tell when an optimizer of torch's begins and ends its step; gives what ends that."""
+
     def enter(*_: Any) -> None:
         set_inside(True)
 
     def leave(*_: Any) -> None:
         set_inside(False)
 
-    for hook in (enter, leave):
-        skip_in_compiler(hook.__code__, and_callees=True)
-    before = register_optimizer_step_pre_hook(enter)
-    after = register_optimizer_step_post_hook(leave)
+    before = register_optimizer_step_pre_hook(outside_compiler(enter))
+    after = register_optimizer_step_post_hook(outside_compiler(leave))
     return [before.remove, after.remove]

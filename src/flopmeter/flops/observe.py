@@ -41,6 +41,10 @@ class ObservedStep(Observation):
 
     def result(self, convention: Convention = "exact") -> FlopCount:
         """The FLOPs of the step."""
+        if self.gave_way is not None:
+            twin = self._count_twin(convention)
+            why = f"Only the model itself is counted, on shapes: {self.gave_way}."
+            return replace(twin, method=f"the uncompiled twin ({twin.method})", left_out=(*twin.left_out, why))
         seen = super().result(convention)
         is_elsewhere = self._frames.is_spread or (seen.backward_flop > 0 and not seen.forward_flop)
         if not self.has_compiled and not is_elsewhere:

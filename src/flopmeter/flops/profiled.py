@@ -24,14 +24,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import checkpoint
-from torch.utils._pytree import tree_map_only
 
 from flopmeter.errors import CountError
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Spec, Work
+from flopmeter.flops.observation import watch_optimizers
 from flopmeter.flops.patching import replace_attribute, surround_backward
 from flopmeter.flops.profiler_events import (
     ABORTED,
@@ -46,6 +44,13 @@ from flopmeter.flops.profiler_guard import Recording
 from flopmeter.flops.shadow import untouched
 from flopmeter.flops.side_count import call_arguments, loss_of, unwrap
 from flopmeter.flops.tf32 import product_dtype, tf32_families
+from flopmeter.torch_compat import (
+    STOP_RECOMPUTATION,
+    checkpoint,
+    reparametrize_module,
+    tree_map_only,
+    unrecorded_operators,
+)
 
 UNSEEN_MASKS = (
     "The profiler records shapes, not values: padding, masks given as tensors, and attention made of plain products "
@@ -55,7 +60,7 @@ COMPILED = "Of compiled code, kernels that the compiler wrote are not seen, and 
 
 _Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
-_STOP = "_StopRecomputationError"
+_OPTIMIZER = "flopmeter: the optimizer steps"
 _BUILDS_GRAPH = "flopmeter: this backward pass builds a graph"
 _NODE = "autograd::engine::evaluate_function"
 _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
@@ -73,6 +78,7 @@ class ProfiledStep:
         self._device = device
         self._undo: list[Callable[[], None]] = []
         self._reading: _Reading | None = None
+        self._optimizer: record_function | None = None
 
     def start(self) -> None:
         """Begin to record.
@@ -82,6 +88,7 @@ class ProfiledStep:
         """
         self._recording.start()
         self._undo = [surround_backward(_mark_if_it_builds_a_graph), _mark_aborted_recomputation()]
+        self._undo += watch_optimizers(self._mark_optimizer)
 
     def stop(self) -> None:
         """End the recording, read it, and give its memory back. Does nothing the second time."""
@@ -96,8 +103,19 @@ class ProfiledStep:
         self._recording.give_way()
 
     def _take_away(self) -> None:
+        if self._recording.is_on_its_thread:
+            self._mark_optimizer(is_in=False)  # a step that ends in the optimizer's own hook
         while self._undo:
             self._undo.pop()()
+
+    def _mark_optimizer(self, is_in: bool) -> None:
+        """Torch has a range of its own around an optimizer's step; one that is still open is told since 2.12 only."""
+        mark, self._optimizer = self._optimizer, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if is_in:
+            self._optimizer = record_function(_OPTIMIZER)
+            self._optimizer.__enter__()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> ProfiledStep:
         self.start()
@@ -144,7 +162,7 @@ def profile_flops(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | t
     own = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     own |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map_only(torch.Tensor, partial(_on_loan, device=device), call_arguments(model, batch))
-    with untouched(model), torch.enable_grad(), _reparametrize_module(model, own, tie_weights=True):
+    with untouched(model), torch.enable_grad(), reparametrize_module(model, own, tie_weights=True):
         with ProfiledStep(device) as profiled:
             loss = loss_of(model(*args, **kwargs))
             if loss is not None:
@@ -220,6 +238,8 @@ class _Reading(NamedTuple):
             yield f"{silent:.4g} FLOP ran forward with gradients off: evaluation inside the step would be among them."
         if self.is_compiled:
             yield COMPILED
+        if names := unrecorded_operators():
+            yield f"Calls of {', '.join(names)} through their own objects are not recorded by this torch's profiler."
         yield f"torch.profiler's own sum for this step is {self.profiler_flop:.4g} FLOP."
 
 
@@ -267,7 +287,7 @@ class _Counter:
     def _enter(self, event: Event, place: _Place) -> _Place:
         if event.raw.scope() == _BACKWARD_SCOPE or event.name.startswith(_NODE):
             return _Place("backward", (event.raw.fwd_thread_id(), event.sequence_nr))
-        if event.name.startswith("Optimizer.step#") and place.phase == "forward":
+        if event.name.startswith(("Optimizer.step#", _OPTIMIZER)) and place.phase == "forward":
             return place._replace(phase="optimizer")
         if event.sequence_nr < 0:
             return place
@@ -293,7 +313,7 @@ def _mark_if_it_builds_a_graph(builds_graph: bool) -> AbstractContextManager[Any
 
 def _mark_aborted_recomputation() -> Callable[[], None]:
     """Checkpointing ends a recomputation by an exception; its making becomes a mark inside the operator it ends."""
-    original: type[Exception] | None = getattr(checkpoint, _STOP, None)
+    original: type[Exception] | None = getattr(checkpoint, STOP_RECOMPUTATION, None)
     if original is None:
         return lambda: None  # then a product that was left early counts as done
 
@@ -303,4 +323,4 @@ def _mark_aborted_recomputation() -> Callable[[], None]:
             with record_function(ABORTED):
                 pass
 
-    return replace_attribute(checkpoint, _STOP, Marked)
+    return replace_attribute(checkpoint, STOP_RECOMPUTATION, Marked)

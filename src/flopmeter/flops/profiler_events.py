@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from flopmeter.flops import formulas
 from flopmeter.flops.formulas import RECORDED_DTYPES, Formula, Spec, Work
+from flopmeter.torch_compat import input_shapes, schemas_of
 
 ABORTED = "flopmeter: recomputation stops here"
 """A mark inside the operator that checkpointing left early."""
@@ -47,7 +46,7 @@ class Event:
     def arguments(self) -> list[Any]:
         """What the operator was called with, each tensor as its `Spec`; what the record has lost is None."""
         raw = self.raw
-        parts = zip(raw.structured_input_shapes(), raw.dtypes(), raw.concrete_inputs(), strict=True)
+        parts = zip(input_shapes(raw), raw.dtypes(), raw.concrete_inputs(), strict=True)
         return [_argument(shape, dtype, value) for shape, dtype, value in parts]
 
     def work(self, formula: Formula) -> Work | None:
@@ -106,7 +105,7 @@ def math_attention_shares(events: Iterable[Event]) -> dict[tuple[int, int], floa
 def looks_like_matrix_work(name: str) -> bool:
     """Whether a range without a formula probably has FLOPs; a range that is no operator has none."""
     is_aten = name.startswith("aten::")
-    return formulas.may_hide_flop(name) and (is_aten or bool(torch._C._jit_get_schemas_for_operator(name)))
+    return formulas.may_hide_flop(name) and (is_aten or bool(schemas_of(name)))
 
 
 def _argument(shape: list[Any], dtype: str, value: Any) -> Any:

@@ -23,14 +23,20 @@ from weakref import WeakSet
 
 import torch
 from torch.autograd import profiler as torch_profiler
-from torch.profiler import ProfilerActivity
 
 from flopmeter.errors import CountError
 from flopmeter.flops.patching import replace_attribute
+from flopmeter.torch_compat import (
+    PROFILER_PATCHED,
+    is_profiler_running,
+    kineto_settings_thread,
+    make_profiler,
+    missing_profiler_name,
+    pause_profiler_here,
+)
 
 logger = logging.getLogger("flopmeter")
 
-_PATCHED = ("_prepare_trace", "__exit__")
 # Kineto has one subscriber to CUPTI; whoever set one of these is it, or will be.
 _OTHER_TOOLS = (
     "NSYS_PROFILING_SESSION_ID",
@@ -40,14 +46,6 @@ _OTHER_TOOLS = (
     "NVPROF_ID",
     "KINETO_USE_DAEMON",
 )
-# Operators only. All of "CPU" would attach CUPTI to trace the CUDA runtime, which slows the run for good.
-_OPERATORS = {ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION"}}
-# What the device does as well, and which call and which operator it goes back to. Torch counts the link between the two
-# among what the CPU does, and refuses a name in the wrong group.
-_WITH_KERNELS = {
-    ProfilerActivity.CPU: {"CPU_OP", "USER_ANNOTATION", "EXTERNAL_CORRELATION"},
-    ProfilerActivity.CUDA: {"CONCURRENT_KERNEL", "GPU_MEMCPY", "GPU_MEMSET", "CUDA_RUNTIME", "CUDA_DRIVER"},
-}
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
@@ -94,13 +92,7 @@ class Recording:
             if reason := blocker():
                 raise CountError(f"the step is not profiled: {reason}")
             self._unwatch = watch()
-            self.profiler = torch_profiler.profile(
-                use_kineto=True,
-                use_device="cuda" if self._devices else None,
-                record_shapes=self._with_shapes,
-                with_flops=self._with_shapes,
-                activity_filters=_WITH_KERNELS if self._devices else _OPERATORS,
-            )
+            self.profiler = make_profiler(with_shapes=self._with_shapes, with_kernels=bool(self._devices))
             self._thread, self._process = threading.get_ident(), os.getpid()
             _sessions.own = self
             try:
@@ -137,7 +129,7 @@ class Recording:
             ended = self.profiler
             if self.is_lost and _sessions.foreign:
                 # Theirs still runs. On this thread nothing more is recorded; the rest has to wait.
-                torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
+                pause_profiler_here()
                 return None
             is_whole = not self.is_lost and (ended.use_device is None or _has_synchronized(self._devices))
             ended.use_device = None  # torch waits before it ends the session, and a wait that fails leaves it running
@@ -196,7 +188,7 @@ class _Sessions:
                     replace_attribute(
                         torch_profiler.profile, name, _wrapped(name, getattr(torch_profiler.profile, name))
                     )
-                    for name in _PATCHED
+                    for name in PROFILER_PATCHED
                 ]
             self.watchers.append(on_foreign)
 
@@ -236,7 +228,7 @@ def watch(on_foreign: Callable[[], None] | None = None) -> Callable[[], None]:
     Args:
         on_foreign: Called when one is about to begin, on the thread where it does. Must not raise.
     """
-    if _missing_name() is not None:
+    if missing_profiler_name() is not None:
         return lambda: None
     return _sessions.watch(on_foreign if on_foreign is not None else lambda: None)
 
@@ -245,13 +237,12 @@ def foreign_profiler() -> str | None:
     """Which profiler that is not ours is at work, if any."""
     if _sessions.foreign if _sessions.watchers else _under_way():
         return "another profiler session is prepared or running"
-    is_on = torch_profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
-    return "another profiler is running" if is_on and _sessions.own is None else None
+    return "another profiler is running" if _sessions.own is None and is_profiler_running() else None
 
 
 def blocker() -> str | None:
     """Why a profiler session of ours must not start now, or None when it may."""
-    if missing := _missing_name():
+    if missing := missing_profiler_name():
         return f"this torch has no {missing}, by which other profilers are noticed"
     if hasattr(os, "fork") and _kineto() is None:
         return "a process that is forked after a profile would not end with this torch"
@@ -284,10 +275,7 @@ def step_blocker() -> str | None:
 def _kineto() -> Callable[[], None] | None:
     """Gives what ends the thread that kineto starts with its first session, to read its settings again now and then."""
     try:
-        library = ctypes.PyDLL(torch._C.__file__)  # which knows the names of all libraries that it was linked with
-        instance, stop = (
-            getattr(library, f"_ZN9libkineto12ConfigLoader{name}Ev") for name in ("8instance", "10stopThread")
-        )
+        instance, stop = kineto_settings_thread()
     except (OSError, AttributeError):
         return None
     instance.restype, stop.argtypes, stop.restype = ctypes.c_void_p, [ctypes.c_void_p], None
@@ -316,18 +304,6 @@ def _silent_kineto() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_LOG_LEVEL, None)
-
-
-def _missing_name() -> str | None:
-    """The first of torch's private names that is gone: without them a profiler could start unseen."""
-    for owner, name in (
-        *((torch_profiler.profile, name) for name in _PATCHED),
-        (torch_profiler, "_is_profiler_enabled"),
-        (torch._C._autograd, "_profiler_enabled"),
-    ):
-        if not hasattr(owner, name):
-            return name
-    return None
 
 
 def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

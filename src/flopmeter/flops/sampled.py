@@ -19,20 +19,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import DeviceType
 
 from flopmeter.devices.placement import devices_of
 from flopmeter.flops.patching import surround_backward
 from flopmeter.flops.profiler_guard import Recording, step_blocker
 from flopmeter.flops.step_profile import Kernel, Marks, Range, Span, StepProfile, reduce_cpu, reduce_cuda
 from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, DeviceType, graph_task_id, is_launch
 
 _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
-def why_not(device_type: str) -> str | None:
-    """Why no step may be sampled now, or None when it may."""
+def why_not(device_type: str, *, is_asked_for: bool = False) -> str | None:
+    """Why no step may be sampled now, or None when it may.
+
+    Args:
+        is_asked_for: The user wants it, whatever stays attached.
+    """
+    if device_type == "cuda" and not HAS_ACTIVITY_FILTERS and not is_asked_for:
+        return f"torch {torch.__version__} would leave its tracer attached; profile_steps: true allows it"
     if device_type not in ("cpu", "cuda"):
         return f"steps on {device_type} are not sampled: nobody has tried it"
     if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -157,12 +162,12 @@ class _ForwardEndHook(OwnHook):
 
 def _is_outside() -> bool:
     """Whether the model is called by the loop, and not by the compiler or a backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+    return not torch.compiler.is_compiling() and graph_task_id() == -1
 
 
 def _ranges(events: Iterable[Any]) -> Iterator[Range]:
     for raw in events:
-        if raw.device_type() != DeviceType.CPU or raw.activity_type() in _LAUNCHES:
+        if raw.device_type() != DeviceType.CPU or is_launch(raw):
             continue
         start_ns = raw.start_ns()
         yield Range(
@@ -186,4 +191,4 @@ def _kernels(events: Iterable[Any]) -> Iterator[Kernel]:
 
 
 def _launches(events: Iterable[Any]) -> dict[int, int]:
-    return {raw.correlation_id(): raw.start_ns() for raw in events if raw.activity_type() in _LAUNCHES}
+    return {raw.correlation_id(): raw.start_ns() for raw in events if is_launch(raw)}

@@ -23,12 +23,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from flopmeter.errors import CountError
 from flopmeter.flops.patching import replace_attribute
+from flopmeter.torch_compat import (
+    EnableTorchFunction,
+    OpOverload,
+    OwnMode,
+    num_function_modes,
+    pop_function_mode,
+    push_function_mode,
+    tree_iter,
+    tree_map_only,
+)
 
 _META = torch.device("meta")
 _torch_attention = F.scaled_dot_product_attention
@@ -72,12 +79,27 @@ def shadow() -> Iterator[None]:
     undo = replace_attribute(F, "scaled_dot_product_attention", attention)
     mode = _ShadowMode()
     try:
-        with mode:
+        with mode, _autocast_of_shapes():
             yield
     finally:
         undo()
         if mode.collective:  # also where the model has caught the error, or made another one of it
             raise CollectiveError(f"it calls {mode.collective}, and a count must not talk to other ranks")
+
+
+@contextmanager
+def _autocast_of_shapes() -> Iterator[None]:
+    """Rotary embeddings switch autocast off for the device of a tensor, "meta" here: torch has none for that."""
+    own = torch.autocast.__init__
+
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        own(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    undo = replace_attribute(torch.autocast, "__init__", __init__)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def _fused_attention(
@@ -109,10 +131,8 @@ class _Layout(NamedTuple):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
 
 
-class _ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ShadowMode(OwnMode):  # type: ignore[no-untyped-call]
     """Runs on values what has values, and on shapes what has not."""
-
-    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -296,19 +316,19 @@ def _without_function_modes() -> Iterator[None]:
     Tensors that have a `__torch_function__` of their own keep it, wherever this is called from.
     """
     modes: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch._C._pop_torch_function_stack())
+    while num_function_modes():
+        modes.append(pop_function_mode())
     own = [mode for mode in modes if type(mode).__module__.startswith("torch.")]
     for mode in reversed(own):
-        torch._C._push_on_torch_function_stack(mode)
+        push_function_mode(mode)
     try:
-        with torch._C._EnableTorchFunction():
+        with EnableTorchFunction():
             yield
     finally:
         for _ in own:
-            torch._C._pop_torch_function_stack()
+            pop_function_mode()
         for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+            push_function_mode(mode)
 
 
 class _Kept:

@@ -11,14 +11,13 @@ buffers, attributes, hooks and flags, and the random state are as before (`untou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
 
 from flopmeter.errors import CountError
 from flopmeter.flops.arguments import unwrap as unwrap
@@ -27,6 +26,7 @@ from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Call, Observation
 from flopmeter.flops.shadow import CollectiveError, shadow, untouched
+from flopmeter.torch_compat import TOO_OLD, reparametrize_module, tree_map_only
 
 MAX_REAL_ELEMENTS = 1 << 14
 """A real run takes the whole batch up to this many tokens (or pixels / 256), else one sample, scaled."""
@@ -71,6 +71,8 @@ def count_call(
         may_run: Run the model for real where it cannot be counted on shapes. Inside training it must not: other ranks
             do not run with this one, and the run takes memory and time.
     """
+    if TOO_OLD is not None:
+        raise CountError(TOO_OLD)
     target, kwargs = unwrap(model), dict(kwargs)
     attempts: dict[str, Callable[[], FlopCount]] = {
         "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention),
@@ -95,6 +97,10 @@ def count_call(
         fell_back = tuple(f"Could not be counted as {first}: {reason}" for reason, first in reasons.items())
         return replace(count, method=count.method or method, left_out=(*count.left_out, *fell_back))
     why = [f"{method}: {reason}" for reason, method in reasons.items()]
+    if type(target).__module__.startswith("transformers."):
+        version = str(sys.modules["transformers"].__version__)
+        if int(version.partition(".")[0]) < 5:
+            why.append(f"this is transformers {version}, and mixtures of experts need transformers 5")
     raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {'; '.join(why)}")
 
 
@@ -194,7 +200,7 @@ def _observed(
 ) -> FlopCount:
     observation = Observation([model], count_fake=True, count_evaluation=True)
     # Backward runs inside too: checkpointing calls the model again from there.
-    with torch.set_grad_enabled(training), _reparametrize_module(model, dict(tensors), tie_weights=True):
+    with torch.set_grad_enabled(training), reparametrize_module(model, dict(tensors), tie_weights=True):
         observation.start()
         try:
             loss = loss_of(model(*args, **kwargs))

@@ -12,10 +12,10 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import nn
 
 from flopmeter.flops.patching import hide_frame, replace_attribute
+from flopmeter.torch_compat import SCRIPTING
 
 _inert = nullcontext().__exit__
 """Takes anything, does nothing, and is known wherever there is Python."""
@@ -24,11 +24,6 @@ _BESIDE = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
 }
-# `torch.jit.script` calls the first, by a name that is looked up each time; the second is for a torch without it.
-_SCRIPTING: tuple[tuple[Any, str], ...] = (
-    (getattr(torch.jit, "_recursive", None), "create_script_module"),
-    (torch.jit, "script"),
-)
 
 
 class OwnHook:
@@ -49,7 +44,7 @@ class OwnHook:
 def hide_hooks(module: nn.Module) -> Callable[[], None]:
     """Leave hooks of ours out of whatever is made of this module; gives what ends that."""
     state_owner: Any = next((kind for kind in type(module).__mro__ if "__getstate__" in vars(kind)), object)
-    script_owner, name = next(place for place in _SCRIPTING if hasattr(*place))
+    script_owner, name = next(place for place in SCRIPTING if hasattr(*place))
     ends = [_shared(script_owner, name, _scripts_without_hooks)]
     if state_owner is not object:
         ends.append(_shared(state_owner, "__getstate__", _state_without_hooks))

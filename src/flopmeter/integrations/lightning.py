@@ -30,6 +30,7 @@ from flopmeter.errors import MissingLibraryError
 from flopmeter.integrations._harmless import harmless
 from flopmeter.monitor import TrainingMonitor
 from flopmeter.monitor import watch as watch_loop
+from flopmeter.torch_compat import graph_task_id
 
 try:
     from lightning.fabric.wrappers import is_wrapped
@@ -194,7 +195,7 @@ class _Outermost:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # Under DDP, Lightning runs the training step through the module's own call.
         is_the_step = module is self._root and bool(args) and args[0] is self._batch
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or is_the_step:
+        if torch.compiler.is_compiling() or graph_task_id() != -1 or is_the_step:
             return
         is_new = all(module is not known for known in self.found)
         if not self._stack and is_new and torch.is_grad_enabled():

@@ -26,6 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopmeter.errors import sign_warnings
+from flopmeter.torch_compat import graph_task_id, outside_compiler
 
 if TYPE_CHECKING:
     from flopmeter.integrations._discovery import Discovery
@@ -127,7 +128,7 @@ class Program:
 
     def _is_ours(self) -> bool:
         """Not a forked worker, and not a thread beside the one that trains."""
-        is_here = self._thread is None or threading.get_ident() == self._thread or _is_in_backward()
+        is_here = self._thread is None or threading.get_ident() == self._thread or (graph_task_id() != -1)
         return is_here and not self._is_idle and os.getpid() == self._pid
 
     def guarded(self, action: Callable[[_T], None], argument: _T) -> None:
@@ -155,10 +156,10 @@ class Program:
 
     def _announce(self, optimizer: Any) -> None:
         if self._session is not None:
-            self._session.on_any_optimizer(optimizer, is_in_backward=_is_in_backward())
+            self._session.on_any_optimizer(optimizer, is_in_backward=(graph_task_id() != -1))
 
     def _learn(self, optimizer: Any) -> None:
-        is_in_backward = _is_in_backward()
+        is_in_backward = graph_task_id() != -1
         found = self._discovery
         num_lost = found.num_lost(optimizer) if found is not None and not is_in_backward else 0
         if found is not None and num_lost and monotonic() >= self._look_again_s:
@@ -181,7 +182,7 @@ class Program:
         from flopmeter.integrations._discovery import Discovery
 
         start_s = monotonic()
-        self._discovery = Discovery(self._attach, self._num_missed, self._gone, is_in_backward=_is_in_backward())
+        self._discovery = Discovery(self._attach, self._num_missed, self._gone, is_in_backward=(graph_task_id() != -1))
         self._num_looks += 1
         end_s = monotonic()
         self._look_again_s = end_s if self._num_looks < FREE_LOOKS else end_s + (end_s - start_s) / LOOK_SHARE
@@ -227,24 +228,9 @@ def _import_apart(name: str) -> None:
         pool.submit(import_module, name).result()
 
 
-def _hide_from_compiler(*functions: Any) -> None:
-    """Have torch's compiler run these as they are, where a program compiles its optimizer's step.
-
-    As `flops.patching` does, which is not loaded for programs that may train nothing.
-    """
-    frames = getattr(torch._C._dynamo, "eval_frame", None)
-    strategy, action = getattr(frames, "_FrameExecStrategy", None), getattr(frames, "_FrameAction", None)
-    if frames is not None and strategy is not None and action is not None:
-        for function in functions:
-            function._torchdynamo_disable = True
-            frames.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
-
-
-_hide_from_compiler(Program.on_optimizer, Program.on_optimizer_end)
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+for _name in ("on_optimizer", "on_optimizer_end"):  # where a program compiles its optimizer's step
+    setattr(Program, _name, _hook := outside_compiler(getattr(Program, _name)))
+    _hook._torchdynamo_disable = True
 
 
 def _follow_gradient_scalers(program: Program) -> Callable[[], None]:

@@ -18,6 +18,7 @@ from flopmeter.config import MonitorConfig
 from flopmeter.devices.placement import devices_of
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import SCHEMA_VERSION
+from flopmeter.torch_compat import off_here
 
 
 def make_header(model: nn.Module | None, config: MonitorConfig, peaks: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def make_header(model: nn.Module | None, config: MonitorConfig, peaks: Mapping[s
         "peak": peaks,
         "mode": settings.mfu_calculation_mode,
         "convention": settings.convention,
+        "off": off_here(),
         "versions": {"flopmeter": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 

@@ -16,16 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader
 
-from flopmeter.flops.patching import hide_frame, replace_attribute, skip_in_compiler
+from flopmeter.flops.patching import hide_frame, replace_attribute
 from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.torch_compat import LoaderIterator, graph_task_id, outside_compiler, skip_in_compiler, tracing_state
 
-_graph_task = torch._C._current_graph_task_id
-"""Inside a backward pass its number, elsewhere -1."""
 _is_grad_enabled = torch.is_grad_enabled
-_tracing_state = torch._C._get_tracing_state
-"""While `torch.jit.trace` runs a model, its; elsewhere None."""
 _is_compiling = torch.compiler.is_compiling
 _MAX_PARTS = 64
 """Of a wrapper's attributes or a pipeline's stages that are looked at: a list may hold a million samples."""
@@ -175,7 +172,7 @@ class _ForwardHook(OwnHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # First of all the compiler, which takes its own answer for a constant and cannot trace the other questions.
-        if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
+        if _is_compiling() or graph_task_id() != -1 or tracing_state() is not None:
             return  # checkpointing calls the model again from inside the backward pass: that is no new batch
         if _is_grad_enabled():
             self._on_forward(args, kwargs)
@@ -191,7 +188,7 @@ class _ForwardEndHook(OwnHook):
         self._on_evaluation_end = listener.on_evaluation_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if _is_compiling() or _graph_task() != -1 or _tracing_state() is not None:
+        if _is_compiling() or graph_task_id() != -1 or tracing_state() is not None:
             return
         if _is_grad_enabled():
             self._on_forward_end(handled_exception())
@@ -207,7 +204,7 @@ class _OptimizerHook(OwnHook):
         self._call_in_backward = call_in_backward
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _graph_task() == -1:
+        if graph_task_id() == -1:
             self._call()
         else:  # stepped parameter by parameter: the step ends when the backward pass returns
             self._call_in_backward()
@@ -219,7 +216,7 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
     on_backward, on_backward_end = listener.on_backward, listener.on_backward_end
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if _graph_task() != -1:
+        if graph_task_id() != -1:
             return original(*args, **kwargs)
         on_backward(args[0] if args else kwargs.get("tensors"))
         has_failed = True
@@ -251,7 +248,7 @@ def _patch_graphing(hooks: Hooks) -> list[Callable[[], None]]:
 
 def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:
     """Every DataLoader iterator fetches through one method: mark the waits for those that are ours."""
-    original = dataloader._BaseDataLoaderIter.__next__
+    original = LoaderIterator.__next__
     num_forks = _num_forks
     on_wait, on_batch, on_no_batch = listener.on_wait, listener.on_batch, listener.on_no_batch
 
@@ -268,12 +265,12 @@ def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Cal
         on_batch()
         return batch
 
-    return replace_attribute(dataloader._BaseDataLoaderIter, "__next__", fetch)
+    return replace_attribute(LoaderIterator, "__next__", fetch)
 
 
 def _data_loaders_in(loader: Any, depth: int = 3) -> Iterator[Any]:
     """The DataLoader that this is, or those that it keeps in attributes and lists, as wrappers and pipelines do."""
-    if isinstance(loader, dataloader.DataLoader):
+    if isinstance(loader, DataLoader):
         yield loader
     elif depth and not isinstance(loader, (nn.Module, torch.Tensor)):
         if type(loader) in (list, tuple):
@@ -305,6 +302,7 @@ class _Feeds:
         return not self._was_seen and iterator._dataset is self._dataset
 
 
-for _hook in (_ForwardHook, _ForwardEndHook, _OptimizerHook):
+for _hook in (_ForwardHook, _ForwardEndHook):
     skip_in_compiler(_hook.__call__.__code__, and_callees=True)
+_OptimizerHook.__call__ = outside_compiler(_OptimizerHook.__call__)  # type: ignore[method-assign]
 _OptimizerHook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -12,13 +12,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import wraps
+from functools import cache, wraps
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
-from torch._C import DisableTorchFunction
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
@@ -44,6 +43,7 @@ from flopmeter.resources import ResourceSampler
 from flopmeter.schema import RUN_FILE
 from flopmeter.sinks import SinkContext, check_sinks, say_last
 from flopmeter.timing.cuda import timeline_of
+from flopmeter.torch_compat import NEWER, TOO_OLD, DisableTorchFunction
 
 logger = logging.getLogger("flopmeter")
 
@@ -63,6 +63,12 @@ NO_PATCHES = (
 )
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+@cache
+def say_once(message: str) -> None:
+    """Warn of what is so for the whole process, however many runs it has."""
+    logger.warning("%s", message)
 
 
 def harmless(method: _Method) -> _Method:
@@ -164,6 +170,12 @@ class Lifetime:
                 self._worker.drain(DRAIN_S)  # the steps so far are the other model's
         self._model = self._steps.model = model
         self._steps.next_look = 0
+        if TOO_OLD is not None:
+            say_once(f"{TOO_OLD}; steps are timed, and no FLOPs are counted")
+            self._hooks.attach_models(model, *others)
+            return
+        if NEWER is not None:
+            say_once(NEWER)
         source = FlopSource([model, *others], self.config, self._event)
         self._tracker.source = self._digest.source = source
         self._tracker.workloads = WorkloadReader(source.needs, self._steps.copies, [model, *others])

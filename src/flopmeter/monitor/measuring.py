@@ -30,6 +30,7 @@ from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.monitor.stage import Stage, StepFlop
 from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import METRICS_BY_KEY, StepMark
+from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, num_dispatch_modes
 
 logger = logging.getLogger("flopmeter")
 
@@ -167,7 +168,7 @@ class FlopSource:
             return profiler_guard.step_blocker()
         if reason := profiler_guard.foreign_profiler():
             return f"{reason}, and would show our calls"
-        if torch._C._len_torch_dispatch_stack():
+        if num_dispatch_modes():
             return "a dispatch mode of the training code is active, whose exit would take ours for its own"
         return None
 
@@ -177,11 +178,17 @@ class FlopSource:
         Args:
             seen: Gives what the step was given, and may wait for it: it is asked last.
         """
-        measurement = self._measurement
+        measurement, self._measurement = self._measurement, None
         assert measurement is not None
-        self.stop()
+        measurement.stop()
+        if isinstance(measurement, ObservedStep) and measurement.gave_way is not None:
+            if measurement.gave_way != self._last_blocker:
+                self._last_blocker = measurement.gave_way
+                self._warn(f"{measurement.gave_way}: FLOPs are counted on shapes")
+            if not measurement.batches:
+                return  # before the model was called: a later step is tried
         count = measurement.result(self._settings.convention)
-        batches = seen()
+        batches = _counted_of(seen(), measurement)
         workload = resolve(batches)
         if not batches and count.model_flop and self._stage.learn_unseen(count):
             self._warn(UNSEEN)
@@ -190,7 +197,7 @@ class FlopSource:
         if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
             self.ranks.publish({**note_of(count, workload), "state": self._state})
         self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
-        if isinstance(measurement, ObservedStep):
+        if isinstance(measurement, ObservedStep) and measurement.gave_way is None:
             self._facts = facts_of(measurement, count)
             self._tell_facts()
 
@@ -327,6 +334,8 @@ class FlopSource:
         if mode != "hybrid":
             return mode
         is_profiler = self._counters is None and self._settings.performance_monitoring.hybrid_mode.fallback_to_profiler
+        if is_profiler and not HAS_ACTIVITY_FILTERS and device_of(self._model).type == "cuda":
+            return "smart"  # nobody has asked for the profiler, and its tracer would stay attached
         return "profiler" if is_profiler else "smart"
 
     def _open_counters(self) -> CounterReader | None:
@@ -383,6 +392,13 @@ class FlopSource:
         total = peak.flop_per_s + sum(peak_flops(device, dtype, is_exact=is_exact).flop_per_s for device in others)
         note = f"Of {len(others) + 1} devices together. {peak.note}"
         return replace(peak, flop_per_s=total, note=note.rstrip())
+
+
+def _counted_of(seen: Sequence[Seen], measurement: ObservedStep | ProfiledStep) -> Sequence[Seen]:
+    """Those micro-batches of a step that its count holds: one that gave way to the compiler has the first ones."""
+    if isinstance(measurement, ProfiledStep) or measurement.gave_way is None:
+        return seen
+    return seen[: sum(not batch.is_evaluation for batch in measurement.batches)]
 
 
 def _plain(value: Any) -> Any:

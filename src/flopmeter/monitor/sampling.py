@@ -50,6 +50,7 @@ class Sampling:
         self._last_reason: str | None = None
         self._is_listening = False
         self._may_listen = settings.patches
+        self._is_asked_for = settings.profile_steps and "profile_steps" in settings.model_fields_set
         # Estimate mode promises to measure nothing.
         self.is_on = settings.profile_steps and settings.mfu_calculation_mode != "estimate"
         if not self.is_on:
@@ -85,7 +86,7 @@ class Sampling:
     def start(self, model: nn.Module, num_steps: int, obstacle: str | None) -> None:
         """Profile the step that begins now, unless something is in the way or somebody else's profiler is at work."""
         device_type = device_of(model).type
-        reason = obstacle or why_not(device_type)
+        reason = obstacle or why_not(device_type, is_asked_for=self._is_asked_for)
         if reason is not None:
             self.plan.postpone(num_steps)
             if reason != self._last_reason:

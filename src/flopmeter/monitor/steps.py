@@ -21,6 +21,7 @@ from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.timing import split
 from flopmeter.timing.late import POLL_S, HostCopies, give_back
+from flopmeter.torch_compat import DisableTorchFunction
 
 PATIENCE_S, MAX_PATIENCE_S = 1.0, 10.0
 """What the device is given at the end of the run to deliver the last numbers, at least and at most."""
@@ -97,7 +98,7 @@ class Steps:
             if tracker.wait_cpu_share is not None:
                 record.wait_cpu_share, tracker.wait_cpu_share = tracker.wait_cpu_share, None
             if index >= self.next_look or index >= self._sampling_plan.next_step:
-                with torch._C.DisableTorchFunction():  # a function mode of the user's sees none of our calls
+                with DisableTorchFunction():  # a function mode of the user's sees none of our calls
                     self._look(record, index)
             if self.copies.arrival is not None:
                 record.arrival, self.copies.arrival, record.has_copies = self.copies.arrival, None, True

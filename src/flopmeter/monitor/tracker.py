@@ -10,7 +10,6 @@ from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DisableTorchFunction
 
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
@@ -18,6 +17,7 @@ from flopmeter.monitor.hooks import handled_exception
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
+from flopmeter.torch_compat import DisableTorchFunction
 
 if TYPE_CHECKING:
     from flopmeter.monitor.worker import Worker

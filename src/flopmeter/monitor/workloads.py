@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from msgspec import Struct
 from torch import nn
-from torch._C import DisableTorchFunction
 
 from flopmeter.flops.arguments import PADDING_MASKS, CallNames, can_vary, flatten
 from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload, real_tokens
 from flopmeter.timing.late import HostCopies
+from flopmeter.torch_compat import DisableTorchFunction, has_function_mode
 
 _VALUES_MATTER = (
     *PADDING_MASKS[""], *PADDING_MASKS["decoder_"], "position_ids", "decoder_position_ids", "image_grid_thw",
     "video_grid_thw", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q",
 )  # fmt: skip
 _BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
-_has_function_mode = torch._C._is_torch_function_mode_enabled
-"""Asked first, because it is cheap: `DisableTorchFunction` hides our reads from the user's modes and tensor classes."""
 MAX_SHAPES = 512
 FEW = 256
 """Numbers that Python adds up in about the time that it takes to hand them to numpy."""
@@ -125,7 +123,7 @@ class WorkloadReader:
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A micro-batch goes into the model."""
-        if len(args) == 1 and not kwargs and type(first := args[0]) is torch.Tensor and not _has_function_mode():
+        if len(args) == 1 and not kwargs and type(first := args[0]) is torch.Tensor and not has_function_mode():
             known = self._by_first.get((first.shape, first.dtype), _NEW)
             if known is not _NEW:
                 self._seen.append(known)

@@ -65,6 +65,8 @@ class Header:
     """What counts as a model FLOP: exact or full."""
     versions: Mapping[str, Any] = field(default_factory=dict)
     """Versions of flopmeter, torch and Python."""
+    off: list[str] = field(default_factory=list)
+    """What could not be attached, or is off with this torch, and why: one line each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -328,7 +330,9 @@ class RunReader:
         return None
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (int, float), "Mapping": dict}
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "int": int, "str": str, "float": (int, float), "Mapping": dict, "list": list,
+}  # fmt: skip
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import torch
 
+from flopmeter.torch_compat import DisableTorchFunction
+
 logger = logging.getLogger("flopmeter")
 
 NUM_SLOTS = 256
@@ -45,7 +47,7 @@ class LateNumbers:
         if not isinstance(value, torch.Tensor):
             item = getattr(value, "item", None)  # numpy has other arrays of one element than those without a dimension
             return float(item() if callable(item) else value)
-        with torch._C.DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+        with DisableTorchFunction():  # the user's function modes and tensor classes are not for us
             return self._take(value)
 
     def _take(self, value: torch.Tensor) -> float | LateNumber:

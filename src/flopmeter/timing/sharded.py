@@ -19,15 +19,12 @@ from typing import Any
 
 from flopmeter.schema import PHASES
 from flopmeter.timing.events import EventSource, has_one_connection
+from flopmeter.torch_compat import FSDP2_WAITS
 
 logger = logging.getLogger("flopmeter")
 
 SAMPLE_EVERY = 16
 """Steps from one that is looked at to the next: three in an interval of the ranks' statistics."""
-_FSDP2 = "torch.distributed.fsdp._fully_shard"
-_UNSHARD = (f"{_FSDP2}._fsdp_param_group", "FSDPParamGroup", "wait_for_unshard")
-_REDUCE = (f"{_FSDP2}._fsdp_param_group", "FSDPParamGroup", "post_backward")
-_LAST_CALLBACK = (f"{_FSDP2}._fsdp_state", "FSDPState", "_root_post_backward_final_callback")
 
 
 class ShardedWaits:
@@ -51,14 +48,14 @@ class ShardedWaits:
 
     def attach(self) -> None:
         """Start listening; without all of torch's names nothing is told, since half of the waits would mislead."""
-        makers = {_UNSHARD: self._unsharding, _REDUCE: self._reducing, _LAST_CALLBACK: self._finishing}
+        makers = (self._unsharding, self._reducing, self._finishing)
         try:
-            owners = [(getattr(import_module(module), owner), name) for module, owner, name in makers]
+            owners = [(getattr(import_module(module), owner), name) for module, owner, name in FSDP2_WAITS]
             originals = [getattr(owner, name) for owner, name in owners]
         except (ImportError, AttributeError) as error:
             logger.info("waits of FSDP2 are not measured: %s", error)
             return
-        for (owner, name), make, original in zip(owners, makers.values(), originals, strict=True):
+        for (owner, name), make, original in zip(owners, makers, originals, strict=True):
             self._patch(owner, name, make(original), original)
 
     def detach(self) -> None:

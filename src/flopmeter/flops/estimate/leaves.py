@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flopmeter.flops.tf32 import MATMUL, product_dtype, tf32_families
+from flopmeter.torch_compat import Convolution
 
 
 class Product(NamedTuple):
@@ -45,7 +46,7 @@ def read_leaf(module: nn.Module) -> Leaf | None:
         return _recurrent(module)
     if isinstance(module, nn.Bilinear):
         return _leaf(module, module.in1_features, module.out_features, 2 * module.in2_features * _numel(module))
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, Convolution):
         return _convolution(module)
     if "Pool" in type(module).__name__ and hasattr(module, "kernel_size"):
         return Leaf(inputs=0, outputs=0, stride=_pool_stride(module))
@@ -103,7 +104,7 @@ def _leaf(module: nn.Module, inputs: int, outputs: int, flop: float, stride: flo
     return Leaf(inputs=inputs, outputs=outputs, products=(product,), stride=stride, is_trained=has_trained(module))
 
 
-def _convolution(conv: nn.modules.conv._ConvNd) -> Leaf:
+def _convolution(conv: Convolution) -> Leaf:
     """All kernel taps at every output position; a transposed one has all taps at every input position."""
     stride, taps = prod(conv.stride), prod(conv.kernel_size)
     flop = 2 * conv.in_channels * conv.out_channels // conv.groups * taps

@@ -10,6 +10,7 @@ from torch import nn
 
 from flopmeter.flops.estimate.attention import read_attention
 from flopmeter.flops.estimate.leaves import Leaf, read_leaf
+from flopmeter.torch_compat import Convolution
 
 _POOLED = ("pool", "classif", "score")
 
@@ -72,7 +73,7 @@ def is_pooled(path: str) -> bool:
 def _heads(root: nn.Module) -> dict[int, tuple[str, Leaf]]:
     heads: dict[int, tuple[str, Leaf]] | None = None
     for path, module, leaf, is_inside in _leaves(root, "", False):
-        if is_inside or isinstance(module, nn.modules.conv._ConvNd):
+        if is_inside or isinstance(module, Convolution):
             heads = {}
         elif heads is not None:
             heads[id(module)] = path, leaf

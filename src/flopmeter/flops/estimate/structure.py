@@ -12,6 +12,7 @@ from torch import nn
 from flopmeter.flops.arguments import Reads
 from flopmeter.flops.estimate.amounts import Source
 from flopmeter.flops.estimate.leaves import is_embedding, read_leaf, shape_of
+from flopmeter.torch_compat import Convolution
 
 _TOP_K = (
     "top_k",
@@ -47,7 +48,7 @@ def input_of(module: nn.Module) -> Source | None:
 def starts_with_values(root: nn.Module) -> bool:
     """Whether its first product is a convolution over something else than looked-up tokens: labels may be those."""
     first = next((module for module in root.modules() if (leaf := read_leaf(module)) and leaf.products), None)
-    if not isinstance(first, nn.modules.conv._ConvNd):
+    if not isinstance(first, Convolution):
         return False
     widths = {embedding_width(module) for module in root.modules() if is_embedding(module)}
     return not widths & {first.in_channels, first.kernel_size[-1]}
@@ -70,7 +71,7 @@ def is_sequence_first(root: nn.Module) -> bool:
     """
     said: list[bool] = []
     for module in root.modules():
-        if isinstance(module, nn.modules.conv._ConvNd) or _turns(type(module).forward):
+        if isinstance(module, Convolution) or _turns(type(module).forward):
             return False
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             module = module.self_attn

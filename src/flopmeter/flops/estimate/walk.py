@@ -37,6 +37,7 @@ from flopmeter.flops.estimate.leaves import (
 )
 from flopmeter.flops.estimate.outline import is_pooled, is_stack, outline_of
 from flopmeter.flops.estimate.plan import Term
+from flopmeter.torch_compat import Convolution
 
 TOKENS = Rows("tokens")
 RESIZING = "Sizes after convolutions and pooling follow from their strides alone: resizing in forward code is not seen"
@@ -108,7 +109,7 @@ class Walk:
         flow, scope = _enter(module, flow, scope)
         leaf = read_leaf(module)
         wanted = structure.first_width(module) if leaf is None else leaf.inputs
-        flow = _fit(flow, wanted, scope, can_join=not isinstance(module, nn.modules.conv._ConvNd))
+        flow = _fit(flow, wanted, scope, can_join=not isinstance(module, Convolution))
         if experts := structure.stacked_experts(scope.name, module, scope.config):
             out = self._pass_experts(experts, flow, scope)
         elif leaf is not None:
