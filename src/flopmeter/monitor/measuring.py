@@ -177,9 +177,9 @@ class FlopSource:
         Args:
             seen: Gives what the step was given, and may wait for it: it is asked last.
         """
-        measurement = self._measurement
+        measurement, self._measurement = self._measurement, None
         assert measurement is not None
-        self.stop()
+        measurement.stop()
         count = measurement.result(self._settings.convention)
         batches = seen()
         workload = resolve(batches)
