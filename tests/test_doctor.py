@@ -132,7 +132,7 @@ def test_a_check_that_is_killed_leaves_no_word_on_the_screen(tmp_path: Path) -> 
 
 
 def test_an_unknown_check_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match="there is no check 'nonsense'; there are: libraries, reading, peak"):
+    with pytest.raises(ConfigError, match="there is no check 'nonsense'; there are: libraries, torch, reading, peak"):
         list(examine(["nonsense"]))
 
 

@@ -313,6 +313,7 @@ class TrainingMonitor(Lifetime):
     @harmless
     def save_logs(self) -> None:
         """Write the run so far as one JSON document (`training_log.json`); rank 0 does it for the job."""
+        self._start()
         self._read_back(lambda run: write_training_log(run, self.log_path))
 
     def latest(self, wait_s: float = 0.0) -> dict[str, float]:
