@@ -181,15 +181,12 @@ class FlopSource:
         measurement, self._measurement = self._measurement, None
         assert measurement is not None
         measurement.stop()
-<<<<<<< HEAD
         if isinstance(measurement, ObservedStep) and measurement.gave_way is not None:
             if measurement.gave_way != self._last_blocker:
                 self._last_blocker = measurement.gave_way
                 self._warn(f"{measurement.gave_way}: FLOPs are counted on shapes")
             if not measurement.batches:
                 return  # before the model was called: a later step is tried
-=======
->>>>>>> integ
         count = measurement.result(self._settings.convention)
         batches = _counted_of(seen(), measurement)
         workload = resolve(batches)

@@ -79,7 +79,8 @@ class Split:
             return None
         wait, lost_s = self.window.amount("perf/data_wait_share"), self._on_device("data_wait")
         wait_s = lost_s if lost_s is not None else wait.median_s if wait else 0.0
-        wait_s += self._on_device("other") or 0.0
+        own, own_s = self.window.amount("perf/other_share"), self._on_device("other")
+        wait_s += own_s if own_s is not None else own.median_s if own else 0.0
         compute_s = self.window.step.median_s - wait_s - _median_sum(events, beside) - self._usual_gc_s()
         return Ordinary(max(compute_s, 0.0), 0.0, self._num_optimizer_ops())
 
