@@ -9,7 +9,7 @@ from threading import get_ident
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.optim import Optimizer
 
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.device_time import DeviceTime
@@ -59,6 +59,10 @@ NOT_CALLED = (
     "compiled function. Steps are timed, samples and tokens are unknown, and FLOPs are those of the observed steps, as "
     "long as these agree; to have all, name what the loop calls by set_model_ref"
 )
+
+
+_OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__
+"""Torch takes the name of this module out of `torch.optim` again."""
 
 
 class StepTracker:
@@ -491,7 +495,7 @@ def _is_in_optimizer_step() -> bool:
     frame = sys._getframe()
     while (outer := frame.f_back) is not None:
         frame = outer
-        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == torch.optim.optimizer.__file__:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE:
             return True
     return False
 
