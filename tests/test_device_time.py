@@ -216,11 +216,12 @@ def test_a_model_that_is_moved_after_watch_is_held_against_the_device_where_it_t
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config={"monitoring": {"sinks": [], "profile_steps": False}})
-    assert monitor._resources is not None
+    monitor._start()  # as after the first forward pass
     where[0] = torch.device("cuda", 0)  # as model.to("cuda") does
     for _ in range(8):
         model(torch.ones(8, 64)).sum().backward()
         optimizer.step()
+    assert monitor._resources is not None
     assert monitor._resources._device == "cuda:0"
     monitor.finish_training()
     assert monitor._num_failures == 0

@@ -72,7 +72,7 @@ def test_data_parallel_computes_on_all_of_its_devices() -> None:
 def test_the_peak_of_a_process_is_that_of_its_devices_together(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = {GPUS[0]: 3e14, GPUS[1]: 1e14}
 
-    def peak(device: torch.device, dtype: str, peak_flop_per_s: float | None = None) -> Peak:
+    def peak(device: torch.device, dtype: str, peak_flop_per_s: float | None = None, **_: object) -> Peak:
         source = "user" if peak_flop_per_s else "table"
         return Peak(flop_per_s=peak_flop_per_s or stated[device], dtype=dtype, device=str(device), source=source)
 

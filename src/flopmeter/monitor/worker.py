@@ -59,6 +59,10 @@ def _ignore(item: Any) -> None:
     """Nobody empties the queue."""
 
 
+GRACE_S = 1.0
+"""What a thread that somebody has waited for in vain is given at the end to come round."""
+
+
 class SinkThread:
     """Runs one sink, so that a sink that hangs holds up nobody else.
 
@@ -310,6 +314,10 @@ class Worker:
             logger.warning("%s", message)
             self._queue.append({"kind": "event", "event": "warning", "time": time.time(), "message": message})
         self._queue.extend(last)
+        self._wake.set()
+        end_s = time.monotonic() + GRACE_S
+        while self._is_stuck and self._thread.is_alive() and time.monotonic() < end_s:
+            time.sleep(BREATH_S)  # it may just have come round: something else than the disk held it up
         is_stuck = self._is_stuck
         self._then = then if not is_stuck else None
         self._is_closing = True
