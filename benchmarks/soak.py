@@ -157,6 +157,7 @@ def record_of(folder: Path, num_steps: int) -> dict[str, Any]:
 
 def wait_for_sinks(monitor: TrainingMonitor) -> None:
     """Until every sink has opened and taken a number: its threads and files are not growth."""
+    monitor.start_training(has_joined=True)
     monitor.log_metrics({"soak/start": 1.0}, step=0)
     assert monitor._worker is not None
     monitor._worker.drain(10.0)

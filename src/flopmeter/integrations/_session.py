@@ -44,7 +44,7 @@ class Session:
         if found.models:
             self._monitor.set_model_ref(*found.models)
         try:
-            self._monitor.start_training(after_step=self._num_before)
+            self._monitor.start_training(after_step=self._num_before, has_joined=True)
         except BaseException:
             self._monitor.detach()
             raise

@@ -83,7 +83,7 @@ class FlopmeterCallback(Callback):
         self.monitor = TrainingMonitor(
             output_dir, self._config, model=pl_module, loader=trainer.train_dataloader, finds_evaluation=False
         )
-        self.monitor.start_training()
+        self.monitor.start_training(has_joined=True)
         self._search, self._num_left_out = _Outermost(pl_module), 0
         self._undo.callback(_pause_in_saving(trainer, self.monitor))
 

@@ -83,7 +83,7 @@ class FlopmeterCallback(TrainerCallback):
             loader=kwargs.get("train_dataloader"),
             finds_evaluation=False,
         )
-        self.monitor.start_training()
+        self.monitor.start_training(has_joined=True)
         if args.eval_on_start:
             self._pause.enter_context(self.monitor.pause("eval"))
 

@@ -164,6 +164,7 @@ class Lifetime:
             return
         before = self._tracker.source
         if before is not None:
+            self._tracker.has_forward |= self._tracker.has_backward  # an open step says nothing of the new model
             self._steps.discard_measurement()
             self._steps.flush()
             if self._worker is not None:
@@ -185,7 +186,7 @@ class Lifetime:
             self._follow_model()
 
     @unnoticed
-    def start_training(self, after_step: int = 0) -> None:
+    def start_training(self, after_step: int = 0, *, has_joined: bool = False) -> None:
         """Write the header and start the clock. `log_step` does it by itself when it was forgotten.
 
         Where torch.distributed is not initialised it may be later: then the record begins with the first forward pass,
@@ -193,6 +194,7 @@ class Lifetime:
 
         Args:
             after_step: Steps that the loop has done already: the first one that is measured has the next number.
+            has_joined: Whether the process has joined its job, if it has one: the record begins at once.
         """
         if after_step:
             self._digest.last_step = after_step
@@ -200,7 +202,7 @@ class Lifetime:
             self._pid = os.getpid()
             self._at_exit = _finish_at_exit(self)
             self._clock.start()
-        if my_rank() is not None:
+        if has_joined or my_rank() is not None:
             self._start()
 
     def _start(self) -> None:
