@@ -430,7 +430,7 @@ def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(m
     class Source:
         is_measuring, kind, measures = True, "observed", False
 
-        def note_autocast(self) -> None:
+        def note_call(self, args: Any, kwargs: Any) -> None:
             pass
 
         def is_changed(self) -> bool:
@@ -461,7 +461,7 @@ def test_a_device_that_is_seconds_behind_is_waited_for_once_the_count_is_read(mo
     class Source:
         is_measuring, kind, measures = True, "observed", False
 
-        def note_autocast(self) -> None:
+        def note_call(self, args: Any, kwargs: Any) -> None:
             pass
 
         def is_changed(self) -> bool:

@@ -9,11 +9,13 @@ Every number is a sum over sequences or images, so the workloads of micro-batche
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flopmeter.flops.arguments import (
@@ -24,7 +26,9 @@ from flopmeter.flops.arguments import (
     main_input,
     padding_mask,
     second_input,
+    unwrap,
 )
+from flopmeter.torch_compat import Convolution
 
 _N = TypeVar("_N", int, torch.Tensor)
 
@@ -46,12 +50,78 @@ class Needs:
     """Sliding window of the text layers: keys that a token sees, itself included; 0 for none."""
     patch_window: PatchWindow | None = None
     """Windows of the vision tower, where it has any."""
+    whole_blocks: tuple[int, ...] = ()
+    """Blocks of that tower that attend over whole frames."""
     has_decoder: bool = False
     """Whether labels (or `decoder_input_ids`) run through a decoder of their own."""
     reads: Reads = ""
     """What an input without a name that tells is taken for."""
     is_sequence_first: bool = False
     """Whether the batch is the second dimension of a sequence: torch's default for recurrences and transformers."""
+
+
+_ATTENDS = re.compile(r"att(n|ention)|qkv|(^|_)w?q($|_)|query", re.IGNORECASE)
+_TURNING = frozenset(
+    {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "rearrange", "t", "T", "mT"}
+)
+
+
+def needs_of(*models: nn.Module) -> Needs:
+    """What the config and the layers of a model say of how a batch is to be read. No part of it is called."""
+    root = unwrap(models[0]) if len(models) == 1 else nn.ModuleList(models)
+    modules = dict(root.named_modules())
+    config: Any = next((found for m in modules.values() if (found := vars(m).get("config")) is not None), None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    vision = getattr(config, "vision_config", config)
+    sides = [getattr(vision, name, None) for name in ("window_size", "patch_size", "spatial_merge_size")]
+    is_cut = all(isinstance(side, int) for side in sides) and hasattr(vision, "fullatt_block_indexes")
+    torchs_own = any(isinstance(m, nn.Transformer) for m in modules.values())
+    return Needs(
+        window=window if isinstance(window, int) else 0,
+        patch_window=PatchWindow(sides[2], sides[0] // sides[1] // sides[2]) if is_cut else None,  # type: ignore[operator, arg-type]
+        whole_blocks=tuple(vision.fullatt_block_indexes) if is_cut else (),
+        has_decoder=bool(getattr(config, "is_encoder_decoder", False)) or torchs_own,
+        reads=_reads(modules),
+        is_sequence_first=_is_sequence_first(root),
+    )
+
+
+def _reads(modules: Mapping[str, nn.Module]) -> Reads:
+    """What a model takes when no name tells. One that begins with a convolution over no look-up takes values."""
+    tables = {m.embedding_dim for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    first = next((m for m in modules.values() if isinstance(m, (nn.Linear, Convolution, nn.RNNBase))), None)
+    if isinstance(first, Convolution) and not tables & {first.in_channels, first.kernel_size[-1]}:
+        return "values"
+    is_ordered = any(
+        isinstance(m, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase))
+        or _ATTENDS.search(name.rpartition(".")[2])
+        or _ATTENDS.search(type(m).__name__)
+        for name, m in modules.items()
+    )
+    if tables or any("embed" in type(m).__name__.lower() and "weight" in m._parameters for m in modules.values()):
+        return "text" if is_ordered else "ids"
+    return "sequence" if is_ordered else "values"
+
+
+def _is_sequence_first(root: nn.Module) -> bool:
+    """Whether a sequence comes before the batch: torch's own recurrent and transformer layers say so.
+
+    Models whose code turns dimensions around, or has convolutions before them, are taken as batch first.
+    """
+    said: list[bool] = []
+    for module in root.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        is_torchs = type(module).__module__.startswith("torch.")
+        if isinstance(module, Convolution) or (code and not is_torchs and not _TURNING.isdisjoint(code.co_names)):
+            return False
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            module = module.self_attn
+        elif not isinstance(module, nn.RNNBase) and module is not root:
+            continue
+        if isinstance(own := getattr(module, "batch_first", None), bool):
+            said.append(own)
+    return bool(said) and not any(said)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +173,63 @@ class Workload:
     patch_pairs_window: int = 0
     """Pairs of patches within each window."""
 
+    @property
+    def pairs_full(self) -> int:
+        """Pairs of two tokens of one sequence or document, in either direction: n^2."""
+        return 2 * self.pairs_causal - self.tokens
+
+    @property
+    def pairs_causal_processed(self) -> int:
+        """Causal pairs of the rows as if each was full of one text."""
+        return (self.pairs_processed + self.tokens_processed) // 2
+
+    @property
+    def pairs_window_processed(self) -> int:
+        """Of these, the pairs within the window, where all rows are equally long."""
+        rows = self.samples or 1
+        return rows * pairs(self.tokens_processed // rows, causal=True, window=self.window) if self.window else 0
+
+    @property
+    def pairs_run(self) -> int:
+        """What fused causal attention runs: all pairs where padding, documents or a window make a mask of it.
+
+        transformers gives it a mask tensor then, which skips nothing, and else only says that it is causal.
+        """
+        is_cut = self.window > 0 and self.pairs_window < self.pairs_causal
+        causal = self.pairs_causal_processed
+        return self.pairs_processed if is_cut or self.pairs_causal != causal else causal
+
+    @property
+    def decoder_pairs_full(self) -> int:
+        """As `pairs_full`, of the decoder."""
+        return 2 * self.decoder_pairs_causal - self.decoder_tokens
+
+    @property
+    def decoder_pairs_causal_processed(self) -> int:
+        """As `pairs_causal_processed`, of the decoder."""
+        return (self.decoder_pairs_processed + self.decoder_tokens_processed) // 2
+
+    @property
+    def decoder_pairs_run(self) -> int:
+        """As `pairs_run`, of the decoder."""
+        causal = self.decoder_pairs_causal_processed
+        return causal if self.decoder_pairs_causal == causal else self.decoder_pairs_processed
+
+    @property
+    def values_processed(self) -> int:
+        """Values with padding."""
+        return self.values + self.values_padding
+
+    @property
+    def values_squared_processed(self) -> int:
+        """Their squares with padding."""
+        return self.values_squared + self.values_squared_padding
+
+    @property
+    def once(self) -> int:
+        """For work that is the same in every step, as an optimizer's."""
+        return 1
+
     def __add__(self, other: Workload) -> Workload:
         """The workload of two micro-batches. Window pairs are kept where both were counted for the same window."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in _WINDOWS}
@@ -136,6 +263,19 @@ class Workload:
         return Workload(**found)
 
 
+PROCESSED = {
+    "tokens": "tokens_processed",
+    "pairs_causal": "pairs_causal_processed",
+    "pairs_full": "pairs_processed",
+    "pairs_window": "pairs_window_processed",
+    "decoder_tokens": "decoder_tokens_processed",
+    "decoder_pairs_causal": "decoder_pairs_causal_processed",
+    "decoder_pairs_full": "decoder_pairs_processed",
+    "cross_pairs": "cross_pairs_processed",
+    "values": "values_processed",
+    "values_squared": "values_squared_processed",
+}
+"""What a field would be if padding were work. Fields that are not here know no padding."""
 _WINDOWS = {"window": "pairs_window", "patch_window": "patch_pairs_window"}
 _TEXT = ("tokens", "tokens_processed", "pairs_causal", "pairs_processed")
 
@@ -161,6 +301,10 @@ class LateWorkload:
     """Fields of `Workload` that shapes alone tell."""
     unread: Mapping[str, torch.Tensor]
     """The others, as scalars on the device: nobody has waited for them."""
+    is_real: torch.Tensor | None = None
+    """Boolean (samples, length), False on padding; None where no mask tells."""
+    decoder_is_real: torch.Tensor | None = None
+    """The same of a decoder's own text."""
 
     def resolve(self, numbers: Mapping[str, float]) -> Workload:
         """The workload, once every name in `unread` has its number."""
@@ -186,21 +330,24 @@ def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
     needs = needs or Needs()
     found: dict[str, Any] = {"window": needs.window, "patch_window": needs.patch_window}
     inputs, several = _named(batch, needs)
+    is_real = decoder_is_real = None
     if several is not None:
         found |= _packed(several) if isinstance(several, PackedSequence) else _listed(several, needs)
         found |= _grids(inputs, needs.patch_window)
     else:
         found |= _dense(inputs, needs) | _grids(inputs, needs.patch_window)
-        text, lengths = _text(inputs, "", needs)
+        text, is_real = _text(inputs, "", needs)
         found |= text
+        lengths = None if is_real is None else is_real.sum(1)
         if lengths is not None and "inputs_embeds" in inputs and not any(name in inputs for name in _DENSE):
             found |= _unpadded(found, lengths)
         if needs.has_decoder:
-            decoder, decoder_lengths = _text(inputs, "decoder_", needs)
+            decoder, decoder_is_real = _text(inputs, "decoder_", needs)
             found |= {f"decoder_{name}": value for name, value in decoder.items() if name in _TEXT}
-            found |= _cross(text, lengths, decoder, decoder_lengths)
+            found |= _cross(text, lengths, decoder, None if decoder_is_real is None else decoder_is_real.sum(1))
     unread = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    return LateWorkload(known={name: value for name, value in found.items() if name not in unread}, unread=unread)
+    known = {name: value for name, value in found.items() if name not in unread}
+    return LateWorkload(known=known, unread=unread, is_real=is_real, decoder_is_real=decoder_is_real)
 
 
 _DENSE = ("pixel_values", "input_features", "input_values")
@@ -267,7 +414,7 @@ def _listed(samples: list[torch.Tensor], needs: Needs) -> dict[str, Any]:
 
 
 def _text(inputs: Mapping[str, torch.Tensor], prefix: str, needs: Needs) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Fields of the text part, and the length of each sequence where a mask tells it."""
+    """Fields of the text part, and where it has tokens if a mask tells it."""
     window = needs.window if not prefix else 0
     ids = inputs.get(f"{prefix}input_ids", inputs.get(f"{prefix}inputs_embeds"))
     if ids is None and prefix:
@@ -285,8 +432,8 @@ def _text(inputs: Mapping[str, torch.Tensor], prefix: str, needs: Needs) -> tupl
     if offsets is not None:
         return {**found, **_from_lengths(offsets.diff().long(), window)}, None
     if mask is not None and tuple(mask.shape) == (rows, length):
-        lengths = real_tokens(mask).sum(1)
-        return {**found, **_from_lengths(lengths, window)}, lengths
+        is_real = real_tokens(mask)
+        return {**found, **_from_lengths(is_real.sum(1), window)}, is_real
     if positions is not None and positions.dim() == 2 and positions.shape[1] == length:
         return {**found, **_from_positions(positions.expand(rows, length), window)}, None
     return {

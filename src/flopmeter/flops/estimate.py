@@ -1,0 +1,269 @@
+"""How many FLOPs will a step take, before any step was counted?
+
+    estimate_flops(model, (8, 2048)).model_flop
+
+One count on shapes, within two seconds and little memory. Where that fails (sharded or quantised weights, kernels that
+know no shapes, Python loops over time) the leaves of the module tree are read: every matrix once for each row that its
+part of the model is given, backward by what is trained. Attention, and products written out in forward code, are left
+out there. Where most weights belong to no leaf that is known, a rule of thumb is left. `method` says which it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopmeter.errors import CountError
+from flopmeter.flops.arguments import unwrap
+from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.side_count import call_arguments, count_call
+from flopmeter.flops.tf32 import product_dtype, tf32_families
+from flopmeter.flops.workload import PROCESSED, Workload, late_workload, needs_of
+from flopmeter.torch_compat import Convolution
+
+MAX_S, MAX_BYTES, MAX_OPERATORS = 2.0, 200 << 20, 300_000
+LEAVES = "estimate (leaves of the module tree)"
+RULE_OF_THUMB = "estimate (rule of thumb, low confidence)"
+MAX_UNREAD_SHARE = 0.5
+"""With more of its weights unread than this, a model's structure counts as unknown."""
+UNIT = Workload(
+    samples=1, tokens=1, tokens_processed=1, decoder_tokens=1, decoder_tokens_processed=1, values=1, patches=1
+)
+"""What the leaves are read for: one of each."""
+
+_POOLED = re.compile(r"(^|\.)(pooler|classifier|score|seq_relationship|cls_head)(\.|$)")
+_TOWER = re.compile(r"vision|visual|image|audio|speech")
+_TOP_K = ("num_experts_per_tok", "top_k", "num_selected_experts", "experts_per_token", "moe_top_k", "moe_topk")
+_ADDED = ("embed", "token", "cls", "class", "register", "mask", "pos", "bias", "norm", "scale")
+"""Parameters that are looked up, added or concatenated, never multiplied with."""
+
+
+def estimate_flops(
+    model: nn.Module,
+    batch: Mapping[str, Any] | tuple[Any, ...],
+    training: bool = True,
+    convention: Convention = "exact",
+) -> FlopCount:
+    """Estimate the FLOPs of one step.
+
+    Args:
+        batch: What the model is called with, or (batch size, length).
+        training: Forward and backward; False for the forward pass alone.
+
+    Raises:
+        CountError: The model has no parameters, or nothing tells what it is called with.
+    """
+    target = unwrap(model)
+    args, kwargs = call_arguments(target, batch)
+    return estimate_call(target, args, kwargs, training, convention)
+
+
+def estimate_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, convention: Convention
+) -> FlopCount:
+    """`estimate_flops` for the call `model(*args, **kwargs)`."""
+    try:
+        count = count_call(model, args, kwargs, training, convention, may_run=False, limit=Limit())
+        return replace(count, method=f"estimate (counted on {count.method})")
+    except CountError as error:
+        why = f"It could not be counted on shapes: {error}"
+    late = late_workload(kwargs or args, needs_of(model))
+    workload = late.resolve({name: float(value) for name, value in late.unread.items()})
+    return read_leaves(model, training, convention, workload, (why,))
+
+
+class Limit:
+    """Ends a count on shapes that takes too long, or too much memory. Called after each operator."""
+
+    def __init__(self) -> None:
+        self._end_s = 0.0
+        self._num_operators = 0
+        self._start_bytes = _resident_bytes()
+
+    def __call__(self) -> None:
+        self._num_operators += 1
+        if self._num_operators == 1:  # torch has loaded what it needs for shapes by now
+            self._end_s = time.thread_time() + MAX_S
+        if self._num_operators % 64:
+            return
+        if time.thread_time() > self._end_s or self._num_operators > MAX_OPERATORS:
+            raise CountError(f"the count on shapes takes more than {MAX_S:g} s")
+        if _resident_bytes() - self._start_bytes > MAX_BYTES:
+            raise CountError(f"the count on shapes takes more than {MAX_BYTES >> 20} MB")
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except (OSError, ValueError, IndexError):  # no Linux
+        return 0
+
+
+def read_leaves(
+    model: nn.Module,
+    training: bool = True,
+    convention: Convention = "exact",
+    workload: Workload = UNIT,
+    left_out: tuple[str, ...] = (),
+) -> FlopCount:
+    """What the module tree says of a step with this workload; nothing is called.
+
+    Raises:
+        CountError: The model has no parameters.
+    """
+    model = unwrap(model)
+    num_parameters = sum(prod(_shape(p)) for p in model.parameters())
+    if not num_parameters:
+        raise CountError(f"{type(model).__name__} has no parameters: there is nothing to estimate its FLOPs from")
+    try:
+        tree = _Leaves(model)
+    except Exception as error:  # noqa: BLE001 - attributes of a user's model may raise anything; the reason is told
+        tree, left_out = None, (*left_out, f"Its modules could not be read: {type(error).__name__}: {error}")
+    if tree is not None and tree.lines and tree.num_unread <= MAX_UNREAD_SHARE * num_parameters:
+        lines, method = tree.lines, LEAVES
+        left_out = (*left_out, "Attention is left out, and whatever is no product with a weight of a layer.")
+    else:
+        config = getattr(model, "config", None)
+        factor = 2.5 if any(hasattr(config, name) for name in ("vision_config", "audio_config")) else 2.0
+        lines, method = (
+            [(_dtype(model), "tokens" if _is_text(model) else "samples", factor * num_parameters, 2, 0)],
+            RULE_OF_THUMB,
+        )
+        left_out = (*left_out, f"{factor:g} FLOPs a parameter and token, three times that in training.")
+    flop: dict[str, float] = defaultdict(float)
+    growth: dict[str, dict[str, dict[str, float]]] = {
+        name: defaultdict(lambda: defaultdict(float)) for name in ("exact", "full", "hardware")
+    }
+    for dtype, field, forward, num_grads, num_reruns in lines:
+        backward, rerun = (forward * num_grads, forward * num_reruns) if training else (0.0, 0.0)
+        processed = PROCESSED.get(field, field)
+        rows = getattr(workload, field if convention == "exact" else processed)
+        for name, part in (("forward", forward), ("backward", backward), ("recompute", rerun)):
+            flop[name] += part * rows
+        growth["exact"][dtype][field] += (forward + backward) * getattr(workload, field)
+        growth["full"][dtype][processed] += (forward + backward) * getattr(workload, processed)
+        growth["hardware"][dtype][processed] += (forward + backward + rerun) * getattr(workload, processed)
+    totals = {name: {dtype: sum(parts.values()) for dtype, parts in own.items()} for name, own in growth.items()}
+    return FlopCount(
+        forward_flop=flop["forward"],
+        backward_flop=flop["backward"],
+        recompute_flop=flop["recompute"],
+        hardware_flop=sum(totals["hardware"].values()),
+        by_dtype=totals[convention],
+        hardware_by_dtype=totals["hardware"],
+        growth={name: {dtype: dict(parts) for dtype, parts in own.items()} for name, own in growth.items()},
+        workload=workload,
+        coverage=None,
+        method=method,
+        convention=convention,
+        left_out=left_out,
+    )
+
+
+class _Leaves:
+    """Walks the modules in their order. `lines`: dtype, field, FLOPs of one unit, gradients and reruns of each."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.lines: list[tuple[str, str, float, int, int]] = []
+        self.num_unread = 0
+        modules, needs = dict(root.named_modules()), needs_of(root)
+        config: Any = getattr(root, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._is_text, self._has_decoder = _is_text(root), needs.has_decoder
+        self._has_patches = any("grid_thw" in inspect.signature(m.forward).parameters for m in modules.values())
+        self._merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1) ** 2
+        self._lists = {f"{path}.": len(m) for path, m in modules.items() if isinstance(m, nn.ModuleList)}
+        self._convolves = any(isinstance(m, Convolution) for m in modules.values())
+        self._per: dict[str, float] = {}
+        """Values that make a row, by the tower that is given them."""
+        top_k = next((k for name in _TOP_K if isinstance(k := getattr(text, name, None), int)), 1)
+        is_rerun = any(getattr(m, "gradient_checkpointing", False) and m.training for m in modules.values())
+        own_dtype, needs_grad, seen = _dtype(root), False, set[int]()
+        for path, module in modules.items():
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            stacked = 1.0
+            if (
+                experts := next((n for n in self._lists if path.startswith(n) and n.endswith("experts.")), None)
+            ) and top_k:
+                stacked = top_k / self._lists[experts]
+            is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "embed" in type(module).__name__.lower()
+            for name, parameter in own.items():
+                shape, sizes = _shape(parameter), _linear_sizes(module) if name == "weight" else None
+                if (len(shape) < 2 and not sizes) or is_table or any(word in name for word in _ADDED):
+                    continue
+                if id(parameter) in seen and "head" not in path:
+                    continue  # the same weight under a second name; a tied head multiplies with it all the same
+                seen.add(id(parameter))
+                if isinstance(module, Convolution):
+                    flop = 2 * prod(shape) / (prod(module.stride) if module.transposed else 1)
+                elif len(shape) == 3 and "expert" in f"{path}.{type(module).__name__}".lower():
+                    flop = 2.0 * top_k * prod(shape[1:])
+                elif sizes or (len(shape) == 2 and "norm" not in type(module).__name__.lower()):
+                    flop = 2.0 * prod(sizes or shape) * stacked
+                else:
+                    self.num_unread += prod(shape)
+                    continue
+                width = module.in_channels if isinstance(module, Convolution) else (sizes or shape[::-1])[0]
+                field, per = self._rows(path, module, width)
+                dtype = (
+                    _dtype_of(parameter, "convolution" if isinstance(module, Convolution) else "matmul") or own_dtype
+                )
+                again = int(is_rerun and any(path.startswith(name) for name in self._lists))
+                self.lines.append((dtype, field, flop / per, parameter.requires_grad + needs_grad, again))
+                needs_grad = needs_grad or parameter.requires_grad
+            needs_grad = needs_grad or any(p.requires_grad for p in own.values())
+
+    def _rows(self, path: str, module: nn.Module, width: int) -> tuple[str, float]:
+        """What a layer's rows grow with, and how much of it makes one row."""
+        tower = next((part for part in path.split(".") if _TOWER.search(part)), "")
+        if self._is_text and not tower:
+            if _POOLED.search(path):
+                return "samples", 1
+            is_decoder = self._has_decoder and not re.search(r"(^|\.)encoder(\.|$)", path)
+            return "decoder_tokens" if is_decoder else "tokens", 1
+        if self._is_text and self._has_patches:
+            return "patches", self._merged if "merger" in path else 1
+        per = self._per.setdefault(tower, width)  # the source counts single values: so many make a row
+        if isinstance(module, Convolution):
+            stride = 1 / prod(module.stride) if module.transposed else prod(module.stride)
+            per = self._per[tower] = per * stride
+        elif self._convolves and not any(path.startswith(name) for name in self._lists):
+            return "samples", 1  # a head, after all positions were pooled
+        return "values", per
+
+
+def _is_text(model: nn.Module) -> bool:
+    return "input_ids" in inspect.signature(model.forward).parameters or needs_of(model).reads in ("text", "sequence")
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The whole parameter's shape, also where DeepSpeed has left only a stub of it here."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear layer under any name: LoRA's, quantised, Conv1D."""
+    own = vars(module)
+    inputs, outputs = own.get("in_features", own.get("nx")), own.get("out_features", own.get("nf"))
+    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+
+
+def _dtype(model: nn.Module) -> str:
+    return next((name for p in model.parameters() if (name := _dtype_of(p))), "float32")
+
+
+def _dtype_of(parameter: torch.Tensor, family: str = "matmul") -> str:
+    """What products with it run in; empty for the storage types of quantised weights."""
+    if not parameter.dtype.is_floating_point:
+        return ""
+    return product_dtype(str(parameter.dtype).removeprefix("torch."), family, tf32_families(parameter.device))
