@@ -41,7 +41,7 @@ class CallNames:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        known = [_parameter_names(model) for model in models] or [()]
+        known = [parameter_names(model) for model in models] or [()]
         self._keywords = [frozenset(names) for names in known]
         self._positions = [(*names, *map(str, range(len(names), MAX_POSITIONS))) for names in known]
 
@@ -63,7 +63,7 @@ class CallNames:
         return self._positions[0]
 
 
-def _parameter_names(model: nn.Module) -> tuple[str, ...]:
+def parameter_names(model: nn.Module) -> tuple[str, ...]:
     """What the forward calls its positional arguments; of a wrapper that passes them on, what its model does."""
     while True:
         model = unwrap(model)

@@ -10,7 +10,6 @@ out there. Where most weights belong to no leaf that is known, a rule of thumb i
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.arguments import unwrap
+from flopmeter.flops.arguments import parameter_names, unwrap
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.side_count import call_arguments, count_call
 from flopmeter.flops.tf32 import product_dtype, tf32_families
@@ -180,7 +179,7 @@ class _Leaves:
         config: Any = getattr(root, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._is_text, self._has_decoder = _is_text(root), needs.has_decoder
-        self._has_patches = any("grid_thw" in inspect.signature(m.forward).parameters for m in modules.values())
+        self._has_patches = any("grid_thw" in parameter_names(m) for m in modules.values())
         self._merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1) ** 2
         self._lists = {f"{path}.": len(m) for path, m in modules.items() if isinstance(m, nn.ModuleList)}
         self._convolves = any(isinstance(m, Convolution) for m in modules.values())
@@ -243,7 +242,7 @@ class _Leaves:
 
 
 def _is_text(model: nn.Module) -> bool:
-    return "input_ids" in inspect.signature(model.forward).parameters or needs_of(model).reads in ("text", "sequence")
+    return "input_ids" in parameter_names(model) or needs_of(model).reads in ("text", "sequence")
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:

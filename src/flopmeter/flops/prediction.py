@@ -115,6 +115,8 @@ class Predictor:
         self.estimate = estimate
         self.error: float | None = None
         """Relative error of the last prediction that a count tested."""
+        self.calibration: float | None = None
+        """FLOPs of the last counted step over the estimate of them: the calibration factor."""
         self.difference = 0.0
         """By how much counts of the last counted workload differ, as a share of their mean; 0 where they agree."""
         self.dtype: str | None = None
@@ -124,6 +126,8 @@ class Predictor:
         self._before = before if before is not None and before.has_count else None
         self.is_told = False
         """Whether the run file says that this way of training has begun."""
+        self.missing: frozenset[str] = frozenset()
+        """Kinds of input that a step had and no counted one: its FLOPs are partly estimated."""
         self.unseen: StepFlop | None = None
         """FLOPs of a step whose batch nobody saw, as long as all counts of such steps agree."""
         self._is_calibrated = is_calibrated
@@ -134,16 +138,18 @@ class Predictor:
         self._differ = False
 
     def learn(self, count: FlopCount, workload: Workload) -> float | None:
-        """Take a counted step; gives the relative error of what had been predicted for it."""
+        """Take a counted step; gives the relative error of what the counts before it had predicted."""
         predicted = self._predict(workload)
-        if count.model_flop and predicted is not None:
-            self.error = sum(predicted.model.values()) / count.model_flop - 1
+        is_tested = predicted is not None and count.model_flop and (self._laws or not self._is_calibrated)
+        self.error = sum(predicted.model.values()) / count.model_flop - 1 if predicted and is_tested else self.error
+        estimated = sum(self._estimate().at(workload).model.values()) if self.estimate is not None else 0.0
+        self.calibration = count.model_flop / estimated if estimated else None
         if self._is_calibrated:
             law = Law.of(self._mean(count, workload), workload)
             laws = {known: own for known, own in self._laws.items() if known != workload}
             self._laws = {**dict(list(laws.items())[1 - MAX_SHAPES :]), workload: law}  # replaced, and the newest last
         self._known = {}  # replaced, not cleared: another thread may be reading
-        self.has_count, self._before = True, None
+        self.has_count, self._before, self.missing = True, None, frozenset()
         return self.error
 
     def _mean(self, count: FlopCount, workload: Workload) -> FlopCount:
@@ -171,37 +177,43 @@ class Predictor:
 
     def predict(self, workload: Workload) -> StepFlop | None:
         """The FLOPs of a step with this workload; None where nothing tells."""
-        known = self._known  # a count that comes meanwhile must not find what was foretold without it
-        if workload not in known:
-            if len(known) >= MAX_KNOWN:
-                known.clear()
-            known[workload] = self._predict(workload)
-        return known.get(workload)
+        by_workload = self._known  # a count that comes meanwhile must not find what was foretold without it
+        known = by_workload.get(workload)
+        if known is None:
+            if len(by_workload) >= MAX_KNOWN:
+                by_workload.clear()
+            known = by_workload[workload] = self._predict(workload)
+        return known
 
     def _predict(self, workload: Workload) -> StepFlop | None:
         laws, kinds = self._laws, kinds_of(workload)
         law = laws.get(workload) or self._nearest(list(laws.values()), kinds)
-        estimate = Law.of(self.estimate, UNIT, self.dtype) if self.estimate is not None else None
+        if law is not None and kinds <= law.kinds:
+            return law.at(workload)
+        if self.estimate is None:
+            self.missing = kinds
+            return None
+        estimate = self._estimate()
         if law is None:
-            found = estimate.at(workload) if estimate is not None else None
-            if found is None or not any(found.model.values()):
+            found = estimate.at(workload)
+            if not any(found.model.values()):
                 return None  # there is nothing that it knows of
             before = self._before
             counted = before.predict(workload) if before is not None else None
             if before is None or before.estimate is None or counted is None:
                 return found
-            return StepFlop(*map(_by_ratio, counted, found, Law.of(before.estimate, UNIT, self.dtype).at(workload)))
-        missing = kinds - law.kinds
-        if not missing:
-            return law.at(workload)
-        if estimate is None:
-            return None
+            return StepFlop(*map(_by_ratio, counted, found, before._estimate().at(workload)))
+        missing = self.missing = kinds - law.kinds
         own = next(iter({line[0] for line in law.model}), "fp32")
         extra: list[tuple[Line, ...]] = [
             tuple((own, *line[1:]) for line in lines if line[1].removesuffix("_processed") in missing)
             for lines in (estimate.model, estimate.hardware, estimate.processed)
         ]
         return Law(law.model + extra[0], law.hardware + extra[1], law.processed + extra[2], kinds).at(workload)
+
+    def _estimate(self) -> Law:
+        assert self.estimate is not None
+        return Law.of(self.estimate, UNIT, self.dtype)
 
     def _nearest(self, laws: list[Law], kinds: frozenset[str]) -> Law | None:
         """The newest count with these kinds of input and no others, or with all of them, or of any kind."""

@@ -111,7 +111,7 @@ def _is_sequence_first(root: nn.Module) -> bool:
     """
     said: list[bool] = []
     for module in root.modules():
-        code = getattr(type(module).forward, "__code__", None)
+        code = getattr(getattr(type(module), "forward", None), "__code__", None)  # a scripted module has none
         is_torchs = type(module).__module__.startswith("torch.")
         if isinstance(module, Convolution) or (code and not is_torchs and not _TURNING.isdisjoint(code.co_names)):
             return False

@@ -106,6 +106,8 @@ class Effort:
     def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
         """An ordinary step was digested; `index` is how many were before it."""
         self.schedule.note_step(metrics["perf/step_time"])
+        if self._source is not None and self._source.lacks_kind:
+            self.schedule.hasten(index + 1)
         self.sampling.note_step(index, metrics)
 
     def watch_model(self, source: FlopSource, num_steps: int) -> int:

@@ -44,6 +44,7 @@ DIFFERENT = (
     "FLOPs differ between steps of the same shape by {:.0%}, as where layers are dropped at random: "
     "the mean of the measured ones is used"
 )
+NEW_KIND = "no measured step had {} yet: what they take is estimated from the layers of the model until one is measured"
 UNSEEN = (
     "FLOPs of the steps are unknown: they differ, and the loop does not call the model itself, which would tell why"
 )
@@ -92,6 +93,7 @@ class FlopSource:
         self._notes: dict[int, Mapping[str, Any]] = {}
         self._is_watched = True
         self._has_told_difference = False
+        self._has_told_kind = False
         self.mode = self._effective_mode()
 
     @property
@@ -198,7 +200,8 @@ class FlopSource:
         error = self._learn(self._predictor, count, workload) if count.model_flop else None
         if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
             self.ranks.publish({**note_of(count, workload), "state": self._state})
-        self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
+        told = {name: _plain(getattr(count, name)) for name in _FIELDS}
+        self._event("count", flop_error=error, calibration=self._predictor.calibration, **told)
         if isinstance(measurement, ObservedStep) and measurement.gave_way is None:
             self._facts = facts_of(measurement, count)
             self._tell_facts()
@@ -318,7 +321,16 @@ class FlopSource:
         if len(self._roots) > 1 and not predictor.has_count:
             return None  # several modules called in turn have no estimate together
         self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
-        return predictor.predict(workload)
+        found = predictor.predict(workload)
+        if predictor.missing and predictor.has_count and not self._has_told_kind:
+            self._has_told_kind = True
+            self._event("warning", message=NEW_KIND.format(" and ".join(sorted(predictor.missing))))
+        return found
+
+    @property
+    def lacks_kind(self) -> bool:
+        """Whether a step had a kind of input, as images, that no measured one had."""
+        return self._predictor.has_count and bool(self._predictor.missing)
 
     def unseen(self, index: int) -> StepFlop | None:
         """FLOPs of a step in which the model itself was not called, where they are known."""
