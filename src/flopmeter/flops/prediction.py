@@ -148,7 +148,8 @@ class Predictor:
             law = Law.of(self._mean(count, workload), workload)
             laws = {known: own for known, own in self._laws.items() if known != workload}
             self._laws = {**dict(list(laws.items())[1 - MAX_SHAPES :]), workload: law}  # replaced, and the newest last
-        self._known = {}  # replaced, not cleared: another thread may be reading
+        # Replaced, not cleared: another thread may be reading.
+        self._known = {known: law.at(known) for known, law in self._laws.items()}
         self.has_count, self._before, self.missing = True, None, frozenset()
         return self.error
 
@@ -186,8 +187,10 @@ class Predictor:
         return known
 
     def _predict(self, workload: Workload) -> StepFlop | None:
-        laws, kinds = self._laws, kinds_of(workload)
-        law = laws.get(workload) or self._nearest(list(laws.values()), kinds)
+        kinds, laws = kinds_of(workload), list(self._laws.values())
+        # The newest count with these kinds of input and no others, or with all of them, or of any kind.
+        fitting = [law for law in laws if law.kinds == kinds] or [law for law in laws if kinds <= law.kinds] or laws
+        law = self._laws.get(workload) or (fitting[-1] if fitting else None)
         if law is not None and kinds <= law.kinds:
             return law.at(workload)
         if self.estimate is None:
@@ -214,11 +217,6 @@ class Predictor:
     def _estimate(self) -> Law:
         assert self.estimate is not None
         return Law.of(self.estimate, UNIT, self.dtype)
-
-    def _nearest(self, laws: list[Law], kinds: frozenset[str]) -> Law | None:
-        """The newest count with these kinds of input and no others, or with all of them, or of any kind."""
-        same = [law for law in laws if law.kinds == kinds] or [law for law in laws if kinds <= law.kinds] or laws
-        return same[-1] if same else None
 
 
 Sizes = tuple[int, int]

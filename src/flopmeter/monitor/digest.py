@@ -242,7 +242,7 @@ class Digest:
         if ranks is None:
             return step
         is_counted = self.source is not None and self.source.has_count
-        if not is_counted:  # the closed form reads whole shapes
+        if not is_counted:  # the estimate reads whole shapes
             step = scaled(step, 1 / ranks.layout.num_split)
         told = rank_step(item.index, step, item.blocked_ns, self.source, is_counted=is_counted)
         ranks.add(told, is_typical=not item.marks)
