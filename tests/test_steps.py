@@ -14,13 +14,12 @@ import torch
 from flopmeter import load_run, watch
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
-from flopmeter.flops.workload import Needs
+from flopmeter.flops.workload import Needs, Seen, WorkloadReader, resolve
 from flopmeter.monitor.digest import NOTHING, StepRecord, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import IN_STEP, StepTracker
-from flopmeter.monitor.workloads import Seen, WorkloadReader, resolve
 from flopmeter.timing import FORWARD, split
 from flopmeter.timing.late import LateNumber
 from simulated_device import UNKNOWN, Host, Queue

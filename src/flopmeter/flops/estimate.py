@@ -23,11 +23,10 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.arguments import parameter_names, unwrap
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.side_count import call_arguments, count_call
 from flopmeter.flops.tf32 import product_dtype, tf32_families
-from flopmeter.flops.workload import PROCESSED, Workload, late_workload, needs_of
+from flopmeter.flops.workload import PROCESSED, Workload, late_workload, needs_of, parameter_names, unwrap
 from flopmeter.torch_compat import Convolution
 
 MAX_S, MAX_BYTES, MAX_OPERATORS = 2.0, 200 << 20, 300_000

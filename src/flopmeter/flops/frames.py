@@ -17,9 +17,18 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from flopmeter.flops.arguments import CallNames, flatten, padding_mask
 from flopmeter.flops.unseen import OwnHook, hide_hooks
-from flopmeter.flops.workload import LateWorkload, Needs, Workload, late_workload, needs_of, real_tokens
+from flopmeter.flops.workload import (
+    LateWorkload,
+    Needs,
+    Workload,
+    WorkloadReader,
+    flatten,
+    late_workload,
+    needs_of,
+    padding_mask,
+    real_tokens,
+)
 from flopmeter.torch_compat import (
     OBSERVES_COMPILED,
     DisableTorchFunction,
@@ -100,8 +109,8 @@ class FrameTracker:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = roots
-        self._names = CallNames(roots)
         self.needs = needs_of(*roots)
+        self._reader = WorkloadReader(self.needs, models=roots)
         self._stack: list[Frame] = []
         self._undo: list[Callable[[], None]] = []
         self._sequence: list[int] = []
@@ -171,7 +180,7 @@ class FrameTracker:
         """A root is called from outside: what with?"""
         if self.on_batch is not None:
             self.on_batch()
-        batch = read_batch(self._names.in_order(self._names.bind(args, kwargs)), self.needs)
+        batch = read_batch(self._reader.in_order(self._reader.bind(args, kwargs)), self.needs)
         batch.is_evaluation = not torch.is_grad_enabled() and graph_task_id() == -1
         if batch.memory is not None:
             batch.memory.is_evaluation, batch.memory.late = batch.is_evaluation, batch.late

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.arguments import unwrap as unwrap
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Call, Observation
 from flopmeter.flops.shadow import CollectiveError, shadow, untouched
+from flopmeter.flops.workload import unwrap as unwrap
 from flopmeter.torch_compat import TOO_OLD, reparametrize_module, tree_map_only
 
 MAX_REAL_ELEMENTS = 1 << 14

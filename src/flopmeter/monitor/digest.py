@@ -14,10 +14,9 @@ from msgspec import Struct
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
 from flopmeter.dataset_metrics import resolve as resolve_datasets
-from flopmeter.flops.workload import Workload
+from flopmeter.flops.workload import Lengths, Seen, Workload, resolve
 from flopmeter.metrics import Step, Window
 from flopmeter.monitor.ranks import rank_step, scaled
-from flopmeter.monitor.workloads import Lengths, Seen, resolve
 from flopmeter.schema import PHASES, StepMark
 from flopmeter.timing import BACKWARD, StepTime, split
 from flopmeter.timing.late import Arrival, HostCopies, is_ready, read, without_late

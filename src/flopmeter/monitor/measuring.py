@@ -24,10 +24,9 @@ from flopmeter.flops.observe import ObservedStep
 from flopmeter.flops.prediction import Predictor, StepFlop
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.training_state import training_state
-from flopmeter.flops.workload import Workload, needs_of
+from flopmeter.flops.workload import Seen, Workload, needs_of, resolve
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
-from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import METRICS_BY_KEY, StepMark
 from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, num_dispatch_modes
 

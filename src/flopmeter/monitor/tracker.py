@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from flopmeter.distributed.blocking import Blocking
+from flopmeter.flops.workload import WorkloadReader
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.hooks import handled_exception
 from flopmeter.monitor.measuring import FlopSource
-from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
 from flopmeter.torch_compat import DisableTorchFunction
 
