@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.flop_count import Convention, FlopCount, new_growth
 from flopmeter.flops.side_count import call_arguments, count_call
 from flopmeter.flops.tf32 import product_dtype, tf32_families
 from flopmeter.flops.workload import PROCESSED, Workload, late_workload, needs_of, parameter_names, unwrap
@@ -123,119 +123,106 @@ def read_leaves(
     num_parameters = sum(prod(_shape(p)) for p in model.parameters())
     if not num_parameters:
         raise CountError(f"{type(model).__name__} has no parameters: there is nothing to estimate its FLOPs from")
+    told = "Attention is left out, and whatever is no product with a weight of a layer."
+    method, lines = LEAVES, list[Line]()
     try:
-        tree = _Leaves(model)
+        num_unread = _read_tree(model, lines)
     except Exception as error:  # noqa: BLE001 - attributes of a user's model may raise anything; the reason is told
-        tree, left_out = None, (*left_out, f"Its modules could not be read: {type(error).__name__}: {error}")
-    if tree is not None and tree.lines and tree.num_unread <= MAX_UNREAD_SHARE * num_parameters:
-        lines, method = tree.lines, LEAVES
-        left_out = (*left_out, "Attention is left out, and whatever is no product with a weight of a layer.")
-    else:
+        num_unread, left_out = (
+            num_parameters,
+            (*left_out, f"Its modules cannot be read: {type(error).__name__}: {error}"),
+        )
+    if not lines or num_unread > MAX_UNREAD_SHARE * num_parameters:
         config = getattr(model, "config", None)
         factor = 2.5 if any(hasattr(config, name) for name in ("vision_config", "audio_config")) else 2.0
-        lines, method = (
-            [(_dtype(model), "tokens" if _is_text(model) else "samples", factor * num_parameters, 2, 0)],
-            RULE_OF_THUMB,
-        )
-        left_out = (*left_out, f"{factor:g} FLOPs a parameter and token, three times that in training.")
-    flop: dict[str, float] = defaultdict(float)
-    growth: dict[str, dict[str, dict[str, float]]] = {
-        name: defaultdict(lambda: defaultdict(float)) for name in ("exact", "full", "hardware")
-    }
+        told = f"{factor:g} FLOPs a parameter and token, three times that in training."
+        field = "tokens" if _is_text(model) else "samples"
+        method, lines = RULE_OF_THUMB, [(_dtype(model), field, factor * num_parameters, 2, 0)]
+    phases, growth = defaultdict[str, float](float), new_growth()
     for dtype, field, forward, num_grads, num_reruns in lines:
-        backward, rerun = (forward * num_grads, forward * num_reruns) if training else (0.0, 0.0)
         processed = PROCESSED.get(field, field)
-        rows = getattr(workload, field if convention == "exact" else processed)
-        for name, part in (("forward", forward), ("backward", backward), ("recompute", rerun)):
-            flop[name] += part * rows
-        growth["exact"][dtype][field] += (forward + backward) * getattr(workload, field)
-        growth["full"][dtype][processed] += (forward + backward) * getattr(workload, processed)
-        growth["hardware"][dtype][processed] += (forward + backward + rerun) * getattr(workload, processed)
-    totals = {name: {dtype: sum(parts.values()) for dtype, parts in own.items()} for name, own in growth.items()}
-    return FlopCount(
-        forward_flop=flop["forward"],
-        backward_flop=flop["backward"],
-        recompute_flop=flop["recompute"],
-        hardware_flop=sum(totals["hardware"].values()),
-        by_dtype=totals[convention],
-        hardware_by_dtype=totals["hardware"],
-        growth={name: {dtype: dict(parts) for dtype, parts in own.items()} for name, own in growth.items()},
-        workload=workload,
-        coverage=None,
-        method=method,
-        convention=convention,
-        left_out=left_out,
-    )
+        parts = {"forward": forward, "backward": training * num_grads * forward}
+        again = training * num_reruns * forward
+        rows, run = getattr(workload, field), getattr(workload, processed)
+        for name, part in {**parts, "recompute": again}.items():
+            phases[name] += part * (rows if convention == "exact" else run)
+        growth["exact"][dtype][field] += sum(parts.values()) * rows
+        growth["full"][dtype][processed] += sum(parts.values()) * run
+        growth["hardware"][dtype][processed] += (sum(parts.values()) + again) * run
+    left_out = (*left_out, told)
+    return FlopCount.of(phases, growth, convention, workload=workload, coverage=None, method=method, left_out=left_out)
 
 
-class _Leaves:
-    """Walks the modules in their order. `lines`: dtype, field, FLOPs of one unit, gradients and reruns of each."""
+Line = tuple[str, str, float, int, int]
+"""A product: its dtype, the field that its rows grow with, FLOPs of one unit of it, gradients, reruns."""
+
+
+def _read_tree(root: nn.Module, lines: list[Line]) -> int:
+    """Walk the modules in their order; gives how many weights belong to nothing that is known."""
+    modules, rows = dict(root.named_modules()), _Rows(root)
+    config: Any = getattr(root, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    top_k = next((k for name in _TOP_K if isinstance(k := getattr(text, name, None), int)), 1)
+    is_rerun = any(getattr(m, "gradient_checkpointing", False) and m.training for m in modules.values())
+    num_unread, needs_grad, seen = 0, False, set[int]()
+    for path, module in modules.items():
+        kind = type(module).__name__.lower()
+        is_table, is_conv = isinstance(module, nn.EmbeddingBag) or "embed" in kind, isinstance(module, Convolution)
+        inside = [name for name in rows.lists if path.startswith(name)]
+        experts = next((name for name in inside if name.endswith("experts.")), "")
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, parameter in own.items():
+            shape, sizes = _shape(parameter), _linear_sizes(module) if name == "weight" else None
+            if (len(shape) < 2 and not sizes) or is_table or any(word in name for word in _ADDED):
+                continue
+            if id(parameter) in seen and "head" not in path:
+                continue  # the same weight under a second name; a tied head multiplies with it all the same
+            seen.add(id(parameter))
+            if is_conv:
+                flop = 2 * prod(shape) / (prod(module.stride) if module.transposed else 1)
+            elif len(shape) == 3 and "expert" in f"{path}.{kind}":
+                flop = 2.0 * top_k * prod(shape[1:])
+            elif sizes or (len(shape) == 2 and "norm" not in kind):
+                flop = 2.0 * prod(sizes or shape) * (top_k / rows.lists[experts] if experts else 1)
+            else:
+                num_unread += prod(shape)
+                continue
+            field, per = rows.of(path, module, sizes[0] if sizes else shape[1])
+            dtype = _dtype_of(parameter, "convolution" if is_conv else "matmul") or _dtype(root)
+            again = int(is_rerun and bool(inside))
+            lines.append((dtype, field, flop / per, parameter.requires_grad + needs_grad, again))
+            needs_grad = needs_grad or parameter.requires_grad
+        needs_grad = needs_grad or any(p.requires_grad for p in own.values())
+    return num_unread
+
+
+class _Rows:
+    """What the rows of a layer grow with, and how much of it makes one row."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.lines: list[tuple[str, str, float, int, int]] = []
-        self.num_unread = 0
-        modules, needs = dict(root.named_modules()), needs_of(root)
-        config: Any = getattr(root, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self._is_text, self._has_decoder = _is_text(root), needs.has_decoder
-        self._has_patches = any("grid_thw" in parameter_names(m) for m in modules.values())
-        self._merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1) ** 2
-        self._lists = {f"{path}.": len(m) for path, m in modules.items() if isinstance(m, nn.ModuleList)}
+        modules, vision = dict(root.named_modules()), getattr(getattr(root, "config", None), "vision_config", None)
+        self.lists = {f"{path}.": len(m) for path, m in modules.items() if isinstance(m, nn.ModuleList)}
+        self._is_text, self._has_decoder = _is_text(root), needs_of(root).has_decoder
+        towers = [m for path, m in modules.items() if _TOWER.search(path.rpartition(".")[2])]
+        self._has_patches = any("grid_thw" in parameter_names(m) for m in towers)
+        self._merged = getattr(vision, "spatial_merge_size", 1) ** 2
         self._convolves = any(isinstance(m, Convolution) for m in modules.values())
         self._per: dict[str, float] = {}
         """Values that make a row, by the tower that is given them."""
-        top_k = next((k for name in _TOP_K if isinstance(k := getattr(text, name, None), int)), 1)
-        is_rerun = any(getattr(m, "gradient_checkpointing", False) and m.training for m in modules.values())
-        own_dtype, needs_grad, seen = _dtype(root), False, set[int]()
-        for path, module in modules.items():
-            own = {name: p for name, p in module._parameters.items() if p is not None}
-            stacked = 1.0
-            if (
-                experts := next((n for n in self._lists if path.startswith(n) and n.endswith("experts.")), None)
-            ) and top_k:
-                stacked = top_k / self._lists[experts]
-            is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "embed" in type(module).__name__.lower()
-            for name, parameter in own.items():
-                shape, sizes = _shape(parameter), _linear_sizes(module) if name == "weight" else None
-                if (len(shape) < 2 and not sizes) or is_table or any(word in name for word in _ADDED):
-                    continue
-                if id(parameter) in seen and "head" not in path:
-                    continue  # the same weight under a second name; a tied head multiplies with it all the same
-                seen.add(id(parameter))
-                if isinstance(module, Convolution):
-                    flop = 2 * prod(shape) / (prod(module.stride) if module.transposed else 1)
-                elif len(shape) == 3 and "expert" in f"{path}.{type(module).__name__}".lower():
-                    flop = 2.0 * top_k * prod(shape[1:])
-                elif sizes or (len(shape) == 2 and "norm" not in type(module).__name__.lower()):
-                    flop = 2.0 * prod(sizes or shape) * stacked
-                else:
-                    self.num_unread += prod(shape)
-                    continue
-                width = module.in_channels if isinstance(module, Convolution) else (sizes or shape[::-1])[0]
-                field, per = self._rows(path, module, width)
-                dtype = (
-                    _dtype_of(parameter, "convolution" if isinstance(module, Convolution) else "matmul") or own_dtype
-                )
-                again = int(is_rerun and any(path.startswith(name) for name in self._lists))
-                self.lines.append((dtype, field, flop / per, parameter.requires_grad + needs_grad, again))
-                needs_grad = needs_grad or parameter.requires_grad
-            needs_grad = needs_grad or any(p.requires_grad for p in own.values())
 
-    def _rows(self, path: str, module: nn.Module, width: int) -> tuple[str, float]:
-        """What a layer's rows grow with, and how much of it makes one row."""
+    def of(self, path: str, module: nn.Module, width: int) -> tuple[str, float]:
+        """Of one layer, in the order of the layers."""
         tower = next((part for part in path.split(".") if _TOWER.search(part)), "")
         if self._is_text and not tower:
-            if _POOLED.search(path):
-                return "samples", 1
             is_decoder = self._has_decoder and not re.search(r"(^|\.)encoder(\.|$)", path)
-            return "decoder_tokens" if is_decoder else "tokens", 1
+            return "samples" if _POOLED.search(path) else "decoder_tokens" if is_decoder else "tokens", 1
         if self._is_text and self._has_patches:
             return "patches", self._merged if "merger" in path else 1
-        per = self._per.setdefault(tower, width)  # the source counts single values: so many make a row
+        per = self._per.setdefault(tower, module.in_channels if isinstance(module, Convolution) else width)
         if isinstance(module, Convolution):
             stride = 1 / prod(module.stride) if module.transposed else prod(module.stride)
             per = self._per[tower] = per * stride
-        elif self._convolves and not any(path.startswith(name) for name in self._lists):
+        elif self._convolves and not any(path.startswith(name) for name in self.lists):
             return "samples", 1  # a head, after all positions were pooled
         return "values", per
 

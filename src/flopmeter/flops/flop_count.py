@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
 
 Convention = Literal["exact", "full"]
 """exact: attended pairs and tokens that are not padding. full: all pairs and all tokens (PaLM's way)."""
+
+
+Growth = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+def new_growth() -> dict[str, dict[str, dict[str, float]]]:
+    """Of "exact", "full" and "hardware" FLOPs by dtype and by field of `Workload`: to be added to."""
+    return {name: defaultdict(lambda: defaultdict(float)) for name in ("exact", "full", "hardware")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +44,7 @@ class FlopCount:
     """Model FLOPs by operator."""
     by_module: Mapping[str, float] = field(default_factory=dict)
     """Model FLOPs by the path of the innermost module that ran them; "" is the root or no module."""
-    growth: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    growth: Growth = field(default_factory=dict)
     """What FLOPs grow with: of "exact", "full" and "hardware" each by dtype, and there by field of `Workload`."""
     workload: Workload | None = None
     """What it was counted for, where that is known."""
@@ -51,6 +60,24 @@ class FlopCount:
     """What counts as a model FLOP."""
     left_out: tuple[str, ...] = ()
     """What the numbers do not hold, one sentence each."""
+
+    @classmethod
+    def of(cls, phases: Mapping[str, float], growth: Growth, convention: Convention, **others: Any) -> FlopCount:
+        """From FLOPs by phase under the convention, and what they grow with."""
+        own = {name: {dtype: dict(parts) for dtype, parts in by.items()} for name, by in growth.items()}
+        totals = {name: {dtype: sum(parts.values()) for dtype, parts in by.items()} for name, by in own.items()}
+        return cls(
+            forward_flop=phases.get("forward", 0.0),
+            backward_flop=phases.get("backward", 0.0),
+            recompute_flop=phases.get("recompute", 0.0),
+            optimizer_flop=phases.get("optimizer", 0.0),
+            hardware_flop=sum(totals["hardware"].values()),
+            by_dtype=totals[convention],
+            hardware_by_dtype=totals["hardware"],
+            growth=own,
+            convention=convention,
+            **others,
+        )
 
     @property
     def model_flop(self) -> float:

@@ -221,15 +221,13 @@ class Predictor:
 
 Sizes = tuple[int, int]
 """Batch size and length."""
-_TEXT: Mapping[str, Mapping[Sizes, Fraction]] = {
-    "once": {(0, 0): Fraction(1)},
-    "samples": {(1, 0): Fraction(1)},
-    "tokens": {(1, 1): Fraction(1)},
-    "tokens_processed": {(1, 1): Fraction(1)},
-    "pairs_causal": {(1, 2): Fraction(1, 2), (1, 1): Fraction(1, 2)},
-    "pairs_full": {(1, 2): Fraction(1)},
-    "pairs_processed": {(1, 2): Fraction(1)},
-    "cross_pairs": {(1, 2): Fraction(1)},
+_HALF, _ONE = Fraction(1, 2), Fraction(1)
+_POWERS: Mapping[str, Mapping[Sizes, Fraction]] = {
+    "once": {(0, 0): _ONE},
+    "samples": {(1, 0): _ONE},
+    **{key: {(1, 1): _ONE} for key in ("tokens", "tokens_processed", "decoder_tokens", "decoder_tokens_processed")},
+    **{key: {(1, 2): _HALF, (1, 1): _HALF} for key in ("pairs_causal", "decoder_pairs_causal")},
+    **{key: {(1, 2): _ONE} for key in ("pairs_full", "pairs_processed", "decoder_pairs_processed", "cross_pairs")},
 }
 """Fields of a batch of B texts of S tokens each, by the powers of B and S. A sliding window makes no polynomial."""
 
@@ -241,42 +239,35 @@ def expression(count: FlopCount, sizes: Sizes, check: FlopCount, check_sizes: Si
         check: A count at other sizes, which the expression must meet.
     """
     total: dict[Sizes, Fraction] = {}
+    per_sample = [getattr(own.workload, "values", 0) / size[0] for own, size in ((count, sizes), (check, check_sizes))]
+    ratio = check_sizes[1] / sizes[1]  # an image of one size, a recording, a square of pixels
+    power = next((n for n in (0, 1, 2) if isclose(per_sample[0] * ratio**n, per_sample[1], rel_tol=1e-9)), 0)
+    values = {"values": {(1, power): _ONE}, "values_squared": {(1, 2 * power): _ONE}}
     for parts in count.growth[count.convention].values():
         for field, flop in parts.items():
-            powers = _TEXT.get(field.removeprefix("decoder_"), _TEXT.get(field.removesuffix("_processed")))
-            if powers is None and field.startswith("values"):  # an image of one size, a recording, a square of pixels
-                powers = {(1, power): Fraction(1) for power in [_power(field, count, sizes, check, check_sizes)]}
+            powers = _POWERS.get(field) or values.get(field.removesuffix("_processed"))
             if powers is None:
                 return None
             amount = sum(c * sizes[0] ** b * sizes[1] ** s for (b, s), c in powers.items())
-            for power, c in powers.items():
-                total[power] = total.get(power, Fraction(0)) + c * Fraction(round(flop)) / amount
-    for (batch, length), own in ((sizes, count), (check_sizes, check)):
-        found = sum(c * batch**b * length**s for (b, s), c in total.items())
-        if not isclose(found, own.model_flop, rel_tol=1e-9):
-            return None
-    return _polynomial({power: c for power, c in total.items() if c})
-
-
-def _power(field: str, count: FlopCount, sizes: Sizes, check: FlopCount, check_sizes: Sizes) -> int:
-    """With which power of the length the values of a sample grow."""
-    one, other = (getattr(own.workload, field, 0) / size[0] for own, size in ((count, sizes), (check, check_sizes)))
-    return next((n for n in (0, 1, 2, 4) if isclose(one * check_sizes[1] ** n, other * sizes[1] ** n, rel_tol=1e-9)), 0)
+            for own, c in powers.items():
+                total[own] = total.get(own, Fraction(0)) + c * Fraction(round(flop)) / amount
+    found = {power: c for power, c in total.items() if c}
+    at_check = sum(c * check_sizes[0] ** b * check_sizes[1] ** s for (b, s), c in found.items())
+    return _polynomial(found) if isclose(at_check, check.model_flop, rel_tol=1e-9) else None
 
 
 def _polynomial(coefficients: Mapping[Sizes, Fraction]) -> str:
     """As text, with what is common to all terms in front."""
+    if not coefficients:
+        return "0"
 
     def term(factor: Fraction, power: Sizes) -> str:
         letters = [name if n == 1 else f"{name}^{n}" for name, n in zip("BS", power, strict=True) if n]
         return "*".join([str(factor)] * (factor != 1 or not letters) + letters)
 
-    if not coefficients:
-        return "0"
     low = min(b for b, _ in coefficients), min(s for _, s in coefficients)
     denominator = lcm(*(c.denominator for c in coefficients.values()))
     common = Fraction(gcd(*(int(c * denominator) for c in coefficients.values())), denominator)
     rest = {(b - low[0], s - low[1]): c / common for (b, s), c in coefficients.items()}
     inner = " + ".join(term(rest[power], power) for power in sorted(rest, key=lambda p: p[::-1], reverse=True))
-    front = term(common, low)
-    return front if inner == "1" else f"{front}*({inner})" if front != "1" else inner
+    return term(common, low) if inner == "1" else f"{term(common, low)}*({inner})"

@@ -12,7 +12,7 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
-from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.flop_count import Convention, FlopCount, new_growth
 from flopmeter.flops.formulas import Work
 from flopmeter.flops.workload import PROCESSED, Workload
 
@@ -34,9 +34,7 @@ def tally(
     phases: dict[str, float] = defaultdict(float)
     by_op: dict[str, float] = defaultdict(float)
     by_module: dict[str, float] = defaultdict(float)
-    growth: dict[str, dict[str, dict[str, float]]] = {
-        name: defaultdict(lambda: defaultdict(float)) for name in ("exact", "full", "hardware")
-    }
+    growth = new_growth()
     forward_by_path: dict[str, float] = defaultdict(float)
     for call in calls:
         if call.phase == "evaluation":
@@ -53,23 +51,15 @@ def tally(
             by_module[call.frame.path] += own
             for name in ("exact", "full"):
                 growth[name][call.dtype][names[name]] += flop[name]
-    plain = {name: {dtype: dict(parts) for dtype, parts in own.items()} for name, own in growth.items()}
-    totals = {name: {dtype: sum(parts.values()) for dtype, parts in own.items()} for name, own in plain.items()}
-    return FlopCount(
-        forward_flop=phases["forward"],
-        backward_flop=phases["backward"],
-        recompute_flop=phases["recompute"],
-        optimizer_flop=phases["optimizer"],
-        hardware_flop=sum(totals["hardware"].values()),
-        by_dtype=totals[convention],
-        hardware_by_dtype=totals["hardware"],
+    return FlopCount.of(
+        phases,
+        growth,
+        convention,
         by_op=dict(by_op),
         by_module=dict(by_module),
-        growth=plain,
         workload=reader.total,
         coverage=_coverage(forward_by_path, frames.needed),
         uncounted=dict(uncounted),
-        convention=convention,
         left_out=(UNKNOWN_MASK,) if reader.met_unknown_mask else (),
     )
 
