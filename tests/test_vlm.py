@@ -124,9 +124,9 @@ def test_every_step_has_the_flop_of_its_own_batch(tmp_path: Path, name: str) -> 
     model, batches = make(), [images[0], images[-1], text_batch(), images[0], text_batch(32)]
     expected = [count_flops(model, batch).model_flop for batch in batches]
     flop = train(tmp_path, model, batches, 2 * len(batches))
-    # The fourth step is observed; what comes before it is estimated, without attention.
-    assert flop[3:] == pytest.approx((expected * 2)[3:], rel=1e-3)
-    assert flop[:3] == pytest.approx(expected[:3], rel=0.15)
+    # The fourth step is observed; what comes before it is estimated, for LLaVA less well (see below).
+    first = 3 if name == "llava" else 0
+    assert flop[first:] == pytest.approx((expected * 2)[first:], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,8 +137,8 @@ def test_images_count_before_any_step_with_images_was_observed(tmp_path: Path, n
     vision = count_flops(model, images[0]).model_flop - count_flops(model, text_batch()).model_flop
     flop = train(tmp_path, model, [text_batch()] * 4 + images[:1], 10)
     assert flop[3] == count_flops(model, text_batch()).model_flop
-    # From the module tree, which knows no attention, nor that LLaVA takes the features of the last layer but one.
-    assert flop[-1] - flop[3] == pytest.approx(vision, rel=0.35)
+    # From the module tree, which does not know that LLaVA takes the features of the last layer but one.
+    assert flop[-1] - flop[3] == pytest.approx(vision, rel=0.35 if name == "llava" else 1e-3)
 
 
 def test_frozen_towers_need_no_gradients(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
 
 One count on shapes, within two seconds and little memory. Where that fails (sharded or quantised weights, kernels that
 know no shapes, Python loops over time) the leaves of the module tree are read: every matrix once for each row that its
-part of the model is given, backward by what is trained. Attention, and products written out in forward code, are left
-out there. Where most weights belong to no leaf that is known, a rule of thumb is left. `method` says which it was.
+part of the model is given, attention by its projections, backward by what is trained. Products written out in forward
+code are left out there. Where most weights belong to no leaf that is known, a rule of thumb is left. `method` says
+which it was.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,16 @@ LEAVES = "estimate (leaves of the module tree)"
 RULE_OF_THUMB = "estimate (rule of thumb, low confidence)"
 MAX_UNREAD_SHARE = 0.5
 """With more of its weights unread than this, a model's structure counts as unknown."""
-UNIT = Workload(
-    samples=1, tokens=1, tokens_processed=1, decoder_tokens=1, decoder_tokens_processed=1, values=1, patches=1
-)
+_ONES: dict[str, Any] = {field.name: 1 for field in fields(Workload) if "padding" not in field.name}
+UNIT = Workload(**_ONES | {"window": 0, "patch_window": None})
 """What the leaves are read for: one of each."""
 
 _POOLED = re.compile(r"(^|\.)(pooler|classifier|score|seq_relationship|cls_head)(\.|$)")
 _TOWER = re.compile(r"vision|visual|image|audio|speech")
 _TOP_K = ("num_experts_per_tok", "top_k", "num_selected_experts", "experts_per_token", "moe_top_k", "moe_topk")
+_FUSED = re.compile(r"qkv|query_key_value|c_attn|att_proj|^in_proj$", re.IGNORECASE)
+_QUERY = re.compile(r"(^|_)w?q($|_(?!a_|k))|^query|^q\d*$")
+_PROJECTION = re.compile(r"(^|_)w?[qkv]($|_)|kv|query|key|value", re.IGNORECASE)
 _ADDED = ("embed", "token", "cls", "class", "register", "mask", "pos", "bias", "norm", "scale")
 """Parameters that are looked up, added or concatenated, never multiplied with."""
 
@@ -123,7 +126,7 @@ def read_leaves(
     num_parameters = sum(prod(_shape(p)) for p in model.parameters())
     if not num_parameters:
         raise CountError(f"{type(model).__name__} has no parameters: there is nothing to estimate its FLOPs from")
-    told = "Attention is left out, and whatever is no product with a weight of a layer."
+    told = "What is neither a product with a weight of a layer nor its attention is left out."
     method, lines = LEAVES, list[Line]()
     try:
         num_unread = _read_tree(model, lines)
@@ -193,16 +196,41 @@ def _read_tree(root: nn.Module, lines: list[Line]) -> int:
             lines.append((dtype, field, flop / per, parameter.requires_grad + needs_grad, again))
             needs_grad = needs_grad or parameter.requires_grad
         needs_grad = needs_grad or any(p.requires_grad for p in own.values())
+        if width := _attention_width(module):
+            is_trained = needs_grad or any(p.requires_grad for p in module.parameters())
+            field, per = rows.pairs(path, module)
+            lines.append((_dtype(root), field, 2 * width / per, 2 * is_trained, int(is_rerun and bool(inside))))
     return num_unread
+
+
+def _attention_width(module: nn.Module) -> int:
+    """Multiply-adds for each pair that a module's queries and keys make; 0 where it has none, or a recurrence of them.
+
+    Queries leave their projection with heads x dim channels, the mixed values enter the output projection with theirs.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return 2 * int(module.embed_dim)
+    sizes = {name: own for name, child in module._modules.items() if child and (own := _linear_sizes(child))}
+    queries, fused = ([name for name in sizes if pattern.search(name)] for pattern in (_QUERY, _FUSED))
+    if not (queries or fused) or any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return 0
+    others = [name for name in sizes if name not in fused and not _PROJECTION.search(name)]
+    value: int = sizes[others[-1]][0] if others else sizes[(queries or fused)[-1]][1] // (1 if queries else 3)
+    return value + (sizes[queries[-1]][1] if queries else value)
 
 
 class _Rows:
     """What the rows of a layer grow with, and how much of it makes one row."""
 
     def __init__(self, root: nn.Module) -> None:
+        self._needs = needs_of(root)
+        tables = [m for m in root.modules() if isinstance(m, nn.Embedding)]
+        sizes = [own for m in root.modules() if (own := _linear_sizes(m))]
+        self._config = getattr(root, "config", None)
+        self._predicts_tokens = any(own[1] == table.num_embeddings for table in tables for own in sizes)
         modules, vision = dict(root.named_modules()), getattr(getattr(root, "config", None), "vision_config", None)
         self.lists = {f"{path}.": len(m) for path, m in modules.items() if isinstance(m, nn.ModuleList)}
-        self._is_text, self._has_decoder = _is_text(root), needs_of(root).has_decoder
+        self._is_text = _is_text(root)
         towers = [m for path, m in modules.items() if _TOWER.search(path.rpartition(".")[2])]
         self._has_patches = any("grid_thw" in parameter_names(m) for m in towers)
         self._merged = getattr(vision, "spatial_merge_size", 1) ** 2
@@ -214,7 +242,7 @@ class _Rows:
         """Of one layer, in the order of the layers."""
         tower = next((part for part in path.split(".") if _TOWER.search(part)), "")
         if self._is_text and not tower:
-            is_decoder = self._has_decoder and not re.search(r"(^|\.)encoder(\.|$)", path)
+            is_decoder = self._needs.has_decoder and not re.search(r"(^|\.)encoder(\.|$)", path)
             return "samples" if _POOLED.search(path) else "decoder_tokens" if is_decoder else "tokens", 1
         if self._is_text and self._has_patches:
             return "patches", self._merged if "merger" in path else 1
@@ -225,6 +253,28 @@ class _Rows:
         elif self._convolves and not any(path.startswith(name) for name in self.lists):
             return "samples", 1  # a head, after all positions were pooled
         return "values", per
+
+    def pairs(self, path: str, module: nn.Module) -> tuple[str, float]:
+        """What the pairs of an attention grow with, and how much of it makes one pair."""
+        field, per = self.of(path, module, 0)
+        if not field.endswith("tokens"):
+            block = re.search(r"blocks\.(\d+)\.", path)
+            is_cut = self._needs.patch_window and block and int(block[1]) not in self._needs.whole_blocks
+            names = {"patches": "patch_pairs_window" if is_cut else "patch_pairs", "values": "values_squared"}
+            return names.get(field, field), per**2
+        said = [getattr(module, name, None) for name in ("is_causal", "causal", "is_decoder")]
+        is_torchs = isinstance(module, nn.MultiheadAttention)
+        is_causal = next((own for own in said if isinstance(own, bool)), self._predicts_tokens and not is_torchs)
+        prefix, name = field.removesuffix("tokens"), "pairs_causal" if is_causal else "pairs_full"
+        if prefix and re.search(r"cross|encdec|encoder_att|multihead_attn", path.lower()):
+            return "cross_pairs", 1
+        return "pairs_window" if self._needs.window and _slides(module, self._config) else f"{prefix}{name}", 1
+
+
+def _slides(module: nn.Module, config: Any) -> bool:
+    """Whether a layer has the window of its config."""
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    return not kinds or not isinstance(layer, int) or "sliding" in kinds[layer]
 
 
 def _is_text(model: nn.Module) -> bool:

@@ -70,6 +70,11 @@ def kinds_of(workload: Workload) -> frozenset[str]:
     return frozenset([kind for kind in KINDS if getattr(workload, kind)])
 
 
+def _kind_of(field: str) -> str:
+    words = (("patch", "patches"), ("value", "values"), ("decoder", "decoder_tokens"), ("cross", "decoder_tokens"))
+    return next((kind for word, kind in words if word in field), "tokens")
+
+
 def _scaled(lines: Iterable[Line], after: Workload) -> dict[str, float]:
     found: dict[str, float] = {}
     for dtype, field, flop, before in lines:
@@ -209,7 +214,7 @@ class Predictor:
         missing = self.missing = kinds - law.kinds
         own = next(iter({line[0] for line in law.model}), "fp32")
         extra: list[tuple[Line, ...]] = [
-            tuple((own, *line[1:]) for line in lines if line[1].removesuffix("_processed") in missing)
+            tuple((own, *line[1:]) for line in lines if _kind_of(line[1]) in missing)
             for lines in (estimate.model, estimate.hardware, estimate.processed)
         ]
         return Law(law.model + extra[0], law.hardware + extra[1], law.processed + extra[2], kinds).at(workload)

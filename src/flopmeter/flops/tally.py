@@ -86,8 +86,8 @@ class _Reader:
         name = _ROWS[call.frame.driver]
         if name == "tokens" and batch.memory is not None:
             name = "decoder_tokens"
-        elif name == "patches" and not workload.patches:
-            name = "values"
+        elif (name == "patches" and not workload.patches) or (batch.storage and not workload.tokens):
+            name = "values"  # images that are cut inside, or what a decoder hears
         name = self._known(name, workload)
         processed = PROCESSED.get(name, name)
         share = self._real_share(batch) if call.frame.driver == "token" else 1.0
@@ -125,8 +125,9 @@ class _Reader:
         groups, queries, keys = _sizes(call)
         if call.frame.driver == "token" and batch.length:
             if not groups and call.is_attention:  # sequences end to end: each is by itself, in every count
-                names = ("pairs_window", "pairs_causal") if work.exact < work.full else ("pairs_full",)
-                exact = next((name for name in names if getattr(workload, name)), "tokens")
+                is_cut = workload.pairs_window > 0 and call.frame.slides is not False
+                exact = "pairs_full" if work.exact == work.full else "pairs_window" if is_cut else "pairs_causal"
+                exact = exact if getattr(workload, exact) else "tokens"
                 return {"exact": exact, "full": "pairs_full" if workload.pairs_full else "tokens", "hardware": exact}
             exact = self._text_pairs(call, workload, share * (groups or batch.samples) * queries * keys)
             processed = f"{exact.partition('pairs')[0]}pairs_processed" if "pairs" in exact else PROCESSED[exact]
@@ -136,7 +137,7 @@ class _Reader:
                 hardware = exact if skips else f"{exact.partition('pairs')[0]}pairs_run"
             return {"exact": exact, "full": processed, "hardware": hardware}
         if call.frame.driver == "patch" and workload.patches:
-            is_cut = call.frame.slides and workload.patch_pairs_window
+            is_cut = bool(call.frame.slides) and workload.patch_pairs_window > 0
             return dict.fromkeys(("exact", "full", "hardware"), "patch_pairs_window" if is_cut else "patch_pairs")
         is_whole = call.frame.driver == "patch" or (call.frame.driver == "value" and groups in (0, batch.samples))
         exact = self._known("values_squared" if is_whole else _ROWS[call.frame.driver], workload)
@@ -149,9 +150,10 @@ class _Reader:
         names = ["pairs_causal", "pairs_full"]
         if batch.memory is not None and workload.decoder_tokens:
             prefix, names = "decoder_", ["decoder_pairs_causal", "decoder_pairs_full"]
-            names += ["cross_pairs"] * (keys == batch.memory.length)
+            if keys == batch.memory.length:
+                names = ["cross_pairs"] if keys != batch.length else [*names, "cross_pairs"]
         elif workload.window and call.frame.slides is not False:
-            names.insert(0, "pairs_window")
+            names = ["pairs_window", "pairs_window_full", *names]
         names = [name for name in names if getattr(workload, name)]
         is_text = queries in (batch.length, batch.samples * (batch.length or 1))
         if not names or not is_text:  # chunks of it, or rows of another kind

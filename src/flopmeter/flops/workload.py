@@ -92,6 +92,8 @@ def needs_of(*models: nn.Module) -> Needs:
     config: Any = next((found for m in modules.values() if (found := vars(m).get("config")) is not None), None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if isinstance(local := getattr(text, "local_attention", None), int):
+        window = local // 2 + 1  # half of it to either side, and the token itself
     vision = getattr(config, "vision_config", config)
     sides = [getattr(vision, name, None) for name in ("window_size", "patch_size", "spatial_merge_size")]
     is_cut = all(isinstance(side, int) for side in sides) and hasattr(vision, "fullatt_block_indexes")
@@ -196,6 +198,10 @@ class Workload:
     """Pairs of two tokens of one sequence or document, in either direction: n^2."""
     pairs_causal_processed = property(lambda self: (self.pairs_processed + self.tokens_processed) // 2)
     """Causal pairs of the rows as if each was full of one text."""
+    pairs_window_full = property(lambda self: 2 * self.pairs_window - self.tokens if self.window else 0)
+    """Pairs within the window to either side."""
+    pairs_window_full_processed = property(lambda self: 2 * self.pairs_window_processed - self.tokens_processed)
+    """The same of the rows as if each was full of one text."""
     decoder_pairs_full = property(lambda self: 2 * self.decoder_pairs_causal - self.decoder_tokens)
     """As `pairs_full`, of the decoder."""
     decoder_pairs_causal_processed = property(
@@ -269,6 +275,7 @@ PROCESSED = {
     "pairs_causal": "pairs_causal_processed",
     "pairs_full": "pairs_processed",
     "pairs_window": "pairs_window_processed",
+    "pairs_window_full": "pairs_window_full_processed",
     "decoder_tokens": "decoder_tokens_processed",
     "decoder_pairs_causal": "decoder_pairs_causal_processed",
     "decoder_pairs_full": "decoder_pairs_processed",
