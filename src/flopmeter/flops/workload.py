@@ -359,6 +359,7 @@ def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
 
 
 _DENSE = ("pixel_values", "input_features", "input_values")
+_GRIDS = ("image_grid_thw", "video_grid_thw")
 _OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
@@ -395,7 +396,7 @@ def _side_by_side(inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _kind(tensor: torch.Tensor, needs: Needs) -> str:
-    if not tensor.is_floating_point() and not tensor.is_complex():
+    if not _is_number(tensor):
         return "input_ids" if tensor.dim() <= 3 else "pixel_values"
     return "inputs_embeds" if tensor.dim() == 3 and needs.reads != "values" else "pixel_values"
 
@@ -437,19 +438,21 @@ def _text(inputs: Mapping[str, torch.Tensor], prefix: str, needs: Needs) -> tupl
         rows, length = length, rows  # a mask has its samples first, whatever the text does
     found: dict[str, Any] = {"samples": rows, "tokens_processed": rows * length, "pairs_processed": rows * length**2}
     offsets = next((inputs[name] for name in _OFFSETS if name in inputs), None) if not prefix else None
-    if offsets is not None:
-        return {**found, **_from_lengths(offsets.diff().long(), window)}, None
-    if mask is not None and tuple(mask.shape) == (rows, length):
-        is_real = real_tokens(mask)
-        return {**found, **_from_lengths(is_real.sum(1), window)}, is_real
-    if positions is not None and positions.dim() == 2 and positions.shape[1] == length:
-        return {**found, **_from_positions(positions.expand(rows, length), window)}, None
-    return {
-        **found,
-        "tokens": rows * length,
-        "pairs_causal": rows * pairs(length, causal=True),
-        "pairs_window": rows * pairs(length, causal=True, window=window) if window else 0,
-    }, None
+    is_real = real_tokens(mask) if offsets is None and mask is not None and mask.shape == (rows, length) else None
+    lengths = offsets.diff().long() if offsets is not None else is_real.sum(1) if is_real is not None else None
+    tokens: Any = rows * length
+    causal: Any
+    cut: Any
+    if lengths is not None:
+        tokens, causal = lengths.sum(), pairs(lengths, causal=True).sum()
+        cut = pairs(lengths, causal=True, window=window).sum() if window else 0
+    elif positions is not None and positions.dim() == 2 and positions.shape[1] == length:
+        # A token at position p of its document sees p + 1 keys: no document needs to be found, the sum is enough.
+        seen = (positions.long() - positions[:, :1] + 1).expand(rows, length)
+        causal, cut = seen.sum(), seen.clamp(max=window).sum() if window else 0
+    else:
+        causal, cut = (rows * pairs(length, causal=True, window=own) for own in (0, window))
+    return {**found, "tokens": tokens, "pairs_causal": causal, "pairs_window": cut if window else 0}, is_real
 
 
 def real_tokens(mask: torch.Tensor) -> torch.Tensor:
@@ -460,24 +463,6 @@ def real_tokens(mask: torch.Tensor) -> torch.Tensor:
     if not mask.is_floating_point():
         return mask.bool()
     return torch.where((mask > 0).any(), mask != 0, mask == 0)
-
-
-def _from_lengths(lengths: torch.Tensor, window: int) -> dict[str, Any]:
-    return {
-        "tokens": lengths.sum(),
-        "pairs_causal": pairs(lengths, causal=True).sum(),
-        "pairs_window": pairs(lengths, causal=True, window=window).sum() if window else 0,
-    }
-
-
-def _from_positions(positions: torch.Tensor, window: int) -> dict[str, Any]:
-    """A token at position p of its document sees p + 1 keys: no document needs to be found, the sum is enough."""
-    seen = positions.long() - positions[:, :1] + 1
-    return {
-        "tokens": positions.numel(),
-        "pairs_causal": seen.sum(),
-        "pairs_window": seen.clamp(max=window).sum() if window else 0,
-    }
 
 
 def _cross(
@@ -499,7 +484,7 @@ def _cross(
 def _dense(inputs: Mapping[str, torch.Tensor], needs: Needs) -> dict[str, int]:
     """Images of one size. Five dimensions are several images a sample when the channels come third."""
     dense = next((inputs[name] for name in (*_DENSE, "inputs_embeds") if name in inputs), None)
-    if dense is None or dense.dim() < 2 or dense.numel() == 0 or any(True for _ in _grid_tensors(inputs)):
+    if dense is None or dense.dim() < 2 or dense.numel() == 0 or any(name in inputs for name in _GRIDS):
         return {}
     if needs.is_sequence_first and dense.dim() == 3:
         images = dense.shape[1]
@@ -520,14 +505,10 @@ def _unpadded(dense: Mapping[str, Any], lengths: torch.Tensor) -> dict[str, Any]
     }
 
 
-def _grid_tensors(inputs: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    yield from (value for name, value in inputs.items() if name in ("image_grid_thw", "video_grid_thw"))
-
-
 def _grids(inputs: Mapping[str, torch.Tensor], window: PatchWindow | None) -> dict[str, Any]:
     """Patches and their pairs from rows of (frames, patch rows, patch columns)."""
     found: dict[str, Any] = {}
-    for grids in _grid_tensors(inputs):
+    for grids in (inputs[name] for name in _GRIDS if name in inputs):
         frames, rows, columns = grids.long().unbind(1)
         sums = {"patches": frames * rows * columns, "patch_pairs": frames * (rows * columns) ** 2}
         if window:
@@ -632,12 +613,13 @@ def main_input(inputs: Mapping[str, Tensors], reads: Reads) -> str | None:
     The first of two or more dimensions: of floats, or of integers where the model looks tokens up. Neither labels nor
     masks, unless there is nothing else; what has one dimension only where nothing has more.
     """
+    first = {name: value if isinstance(value, torch.Tensor) else value[0] for name, value in inputs.items()}
     own = [name for name in inputs if not _is_label(name) and not any(word in name for word in _NO_INPUTS)]
-    wide = [name for name in own if _dim(inputs[name]) >= 2 or isinstance(inputs[name], PackedSequence)]
+    wide = [name for name in own if first[name].dim() >= 2 or isinstance(inputs[name], PackedSequence)]
     wants_floats = reads not in ("text", "ids")
-    preferred = [name for name in wide if _is_number(inputs[name]) == wants_floats and not _is_bool(inputs[name])]
-    narrow = [name for name in own if _dim(inputs[name]) == 1]
-    others = [name for name in inputs if name not in own and _dim(inputs[name]) >= 2]
+    preferred = [n for n in wide if _is_number(first[n]) == wants_floats and first[n].dtype != torch.bool]
+    narrow = [name for name in own if first[name].dim() == 1]
+    others = [name for name in inputs if name not in own and first[name].dim() >= 2]
     return next(iter((*preferred, *wide, *narrow, *others)), None)
 
 
@@ -670,22 +652,9 @@ def _is_label(name: str) -> bool:
     return name in _LABELS or name.endswith(("_labels", "_label", "_targets", "_target"))
 
 
-def _data(value: Tensors) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value[0]
-
-
-def _dim(value: Tensors) -> int:
-    return _data(value).dim()
-
-
-def _is_bool(value: Tensors) -> bool:
-    return _data(value).dtype == torch.bool
-
-
-def _is_number(value: Tensors) -> bool:
+def _is_number(tensor: torch.Tensor) -> bool:
     """Floats, and complex ones."""
-    data = _data(value)
-    return data.is_floating_point() or data.is_complex()
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Lengths(Struct, frozen=True, gc=False):
@@ -738,8 +707,8 @@ Seen = Workload | Lengths | LateWorkload | None
 _NEW, _NESTED = Workload(samples=-1), Workload(samples=-2)
 """Stand for shapes that were not seen yet, and for calls with containers, which are looked into each time."""
 _VALUES_MATTER = (
-    *PADDING_MASKS[""], *PADDING_MASKS["decoder_"], "position_ids", "decoder_position_ids", "image_grid_thw",
-    "video_grid_thw", *_OFFSETS,
+    *PADDING_MASKS[""], *PADDING_MASKS["decoder_"], "position_ids", "decoder_position_ids", *_GRIDS,
+    *_OFFSETS,
 )  # fmt: skip
 
 
