@@ -5,7 +5,8 @@
 Plain, observed and profiled steps take turns in one process and on one thread, so that a busy machine slows all of them
 alike; compared are medians. `profiled_ratio` has start and stop in it, `profiled_step_ratio` has not. `peak_mb` is what
 the first profiled step takes at most beyond a plain one (in the first case with what torch's profiler sets up once),
-`kept_mb` what all later ones leave behind with garbage collection off. The last line printed is JSON.
+`kept_mb` what all later ones leave behind with garbage collection off. `predicted_us` is what the FLOPs of a step take
+that is not measured, once one was observed. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from rich.table import Table
 from torch import nn
 
 from flopmeter.flops.observe import observe
+from flopmeter.flops.prediction import Law
 from flopmeter.flops.profiled import ProfiledStep
 from outcome import add_record_option, finish
 
@@ -97,6 +100,7 @@ def measure(name: str, rounds: int, sessions: int) -> dict[str, Any]:
         "stop_and_read_ms": round(1e3 * parts["stop"], 3),
         "peak_mb": round(profiled_peak_mb - plain_peak_mb, 1),
         "kept_mb": round(_kept_mb(step, sessions), 1),
+        "predicted_us": round(_predicted_us(model, step), 2),
         "profiler_sum_over_ours": round(first.profiler_flop / first.result("full").model_flop, 4),
     }
 
@@ -111,6 +115,15 @@ def _observed(model: nn.Module, step: Step) -> None:
     with observe(model) as observed:
         step()
     observed.result("full")
+
+
+def _predicted_us(model: nn.Module, step: Step) -> float:
+    with observe(model) as observed:
+        step()
+    count = observed.result()
+    assert count.workload is not None
+    law, workload = Law.of(count, count.workload), count.workload
+    return min(repeat(lambda: law.at(workload), number=10_000, repeat=5)) * 100
 
 
 def _record(profiled: ProfiledStep, step: Step, times: Times) -> None:

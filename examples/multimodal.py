@@ -71,7 +71,7 @@ def main() -> None:
     for name in DATASETS:
         loss = [value for value in run.column(f"dataset/{name}/loss") if value == value]
         print(f"{name}: loss {loss[-1]:.3f}")
-    flop = {round(value / 1e6, 1) for value in run.column("perf/model_flop") if value == value}
+    flop = {round(value / 1e6, 1) for value in run.column("perf/model_flop")[3:] if value == value}
     print(f"MFLOP per step, with images and without: {sorted(flop)}")
 
 

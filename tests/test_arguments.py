@@ -10,7 +10,16 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from flopmeter.flops.arguments import CallNames, Reads, can_vary, flatten, is_list_of_samples, main_input, second_input
+from flopmeter.flops.workload import (
+    Needs,
+    Reads,
+    WorkloadReader,
+    can_vary,
+    flatten,
+    is_list_of_samples,
+    main_input,
+    second_input,
+)
 
 VECTORS, IMAGES = torch.zeros(2, 8), torch.zeros(2, 3, 4, 4)
 IDS, CLASSES = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, dtype=torch.long)
@@ -62,23 +71,28 @@ def compiled(model: nn.Module) -> Any:
     [lambda m: m, DistributedDataParallel, Engine, Adapted, compiled, lambda m: Engine(compiled(Adapted(m)))],
 )
 def test_positional_arguments_have_the_names_of_the_model_inside_its_wrappers(wrap: Any) -> None:
-    names = CallNames([wrap(Model())])
+    names = WorkloadReader(Needs(), models=[wrap(Model())])
     assert names.bind((1, 2), {"scale": 3}) == {"tokens": 1, "mask": 2, "scale": 3}
     assert list(names.bind((1, 2, 3, 4), {}).values()) == [1, 2, 3, 4]
 
 
 def test_arguments_stand_as_in_the_forward() -> None:
-    assert list(CallNames([Model()]).in_order({"scale": 1, "mask": 2, "tokens": 3})) == ["tokens", "mask", "scale"]
+    reader = WorkloadReader(Needs(), models=[Model()])
+    assert list(reader.in_order({"scale": 1, "mask": 2, "tokens": 3})) == [
+        "tokens",
+        "mask",
+        "scale",
+    ]
 
 
 def test_of_several_models_the_first_that_knows_the_keywords_names_the_others() -> None:
-    names = CallNames([Model(), Other()])
+    names = WorkloadReader(Needs(), models=[Model(), Other()])
     assert names.bind((1,), {"noise": 2}) == {"image": 1, "noise": 2}
     assert names.bind((1,), {"mask": 2}) == {"tokens": 1, "mask": 2}
 
 
 def test_a_forward_without_names_leaves_numbers() -> None:
-    assert CallNames([]).bind((1, 2), {"x": 3}) == {"0": 1, "1": 2, "x": 3}
+    assert WorkloadReader(Needs(), models=[]).bind((1, 2), {"x": 3}) == {"0": 1, "1": 2, "x": 3}
 
 
 class Pair(NamedTuple):

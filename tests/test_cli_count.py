@@ -114,7 +114,7 @@ def test_symbolic_prints_the_formula() -> None:
 
     # 12 FLOP for each pair, layer and channel, S(S + 1)/2 pairs; 6 P / 768 = 948.
     assert answer(tiny)["formula"] == "768*B*S*(S + 949)"
-    assert "formula 768*B*S*(S + 949), counted from S = 3 to 1500" in printed(tiny)
+    assert "formula 768*B*S*(S + 949), counted at S = 750 and 1500" in printed(tiny)
     assert "formula none: the FLOPs are no polynomial" in printed("mistral:layers=1,window=16 --seq 64 --symbolic")
 
 

@@ -12,13 +12,10 @@ pytest.importorskip("transformers", reason="the models are those of transformers
 import cases
 import rows
 import truth
-from flopmeter.flops.estimate import plan_of
-from flopmeter.flops.estimate.amounts import Rows
-from flopmeter.flops.estimate.plan import EstimatePlan, Term
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.observe import observe
-from flopmeter.flops.prediction import Predictor
-from flopmeter.flops.workload import Workload, workload_of
+from flopmeter.flops.prediction import Law
+from flopmeter.flops.workload import Workload, needs_of, workload_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the models' own libraries
 
@@ -40,21 +37,22 @@ EXECUTED = {
 }
 
 
-def counted(model: Any, batch: dict[str, Any], convention: Convention = "exact") -> Predictor:
+def counted(model: Any, batch: dict[str, Any], convention: Convention = "exact") -> Law:
     with observe(model) as step:
         model(**batch).loss.backward()
-    predictor = Predictor(plan_of(model), convention)
-    predictor.learn(step.result(convention), workload_of(batch, predictor.plan.needs))
-    return predictor
+    return Law.of(step.result(convention), workload_of(batch, needs_of(model)))
+
+
+def run(law: Law, model: Any, batch: dict[str, Any]) -> float:
+    return sum(law.at(workload_of(batch, needs_of(model))).hardware.values())
 
 
 @pytest.mark.parametrize("wanted", LENGTHS)
 @pytest.mark.parametrize("observed", LENGTHS)
 def test_padding_is_run_whatever_padding_the_counted_step_had(observed: str, wanted: str) -> None:
     model = cases.transformers_case("llama", NUMBERS, dict).model
-    predictor = counted(model, cases.text(LENGTHS[observed], LENGTH, VOCAB))
-    workload = workload_of(cases.text(LENGTHS[wanted], LENGTH, VOCAB), predictor.plan.needs)
-    assert sum(predictor.predict(workload).hardware_flop.values()) == pytest.approx(EXECUTED[wanted], rel=1e-9)
+    law = counted(model, cases.text(LENGTHS[observed], LENGTH, VOCAB))
+    assert run(law, model, cases.text(LENGTHS[wanted], LENGTH, VOCAB)) == pytest.approx(EXECUTED[wanted], rel=1e-9)
 
 
 @pytest.mark.parametrize("convention", ["exact", "full"])
@@ -63,29 +61,27 @@ def test_attention_written_out_runs_all_pairs_and_reruns_follow(
     checkpointing: str | None, convention: Convention
 ) -> None:
     build = partial(cases.transformers_case, "llama", vars(rows.LLAMA), dict, attention="eager")
-    predictor = counted(build(checkpointing=checkpointing).model, cases.text([40, 11], 64, rows.VOCAB), convention)
+    model = build(checkpointing=checkpointing).model
+    law = counted(model, cases.text([40, 11], 64, rows.VOCAB), convention)
     for lengths, padded_to in (([64, 64], 64), ([200, 200], 200), ([96, 17, 50], 96)):
-        workload = workload_of(cases.text(lengths, padded_to, rows.VOCAB), predictor.plan.needs)
         expected = truth.llama(truth.causal(lengths, padded_to), rows.LLAMA, checkpointing).hardware_flop
-        assert sum(predictor.predict(workload).hardware_flop.values()) == pytest.approx(expected, rel=1e-9)
+        assert run(law, model, cases.text(lengths, padded_to, rows.VOCAB)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_window_is_a_mask_that_skips_nothing() -> None:
     model = cases.transformers_case("mistral", NUMBERS | {"sliding_window": 16}, dict).model
-    predictor = counted(model, cases.text(LENGTHS["padded"], LENGTH, VOCAB))
-    workload = workload_of(cases.text(LENGTHS["unpadded"], LENGTH, VOCAB), predictor.plan.needs)
+    law = counted(model, cases.text(LENGTHS["padded"], LENGTH, VOCAB))
     expected = ROWS_FLOP + PAIR_FLOP * ALL_PAIRS
-    assert sum(predictor.predict(workload).hardware_flop.values()) == pytest.approx(expected, rel=1e-9)
+    assert run(law, model, cases.text(LENGTHS["unpadded"], LENGTH, VOCAB)) == pytest.approx(expected, rel=1e-9)
 
 
-def test_recomputation_that_the_closed_form_does_not_see_grows_with_the_batch_and_the_optimizer_does_not() -> None:
-    plan = EstimatePlan(terms=(Term("", "float32", Rows("samples"), 10, num_grads=2),))
+def test_recomputation_grows_with_the_batch_and_the_optimizer_does_not() -> None:
     # 8 samples: 80 forward, 160 backward, 80 again in a checkpoint, and 50 of matrix work in the optimizer.
     count = FlopCount(
         forward_flop=80, backward_flop=160, recompute_flop=80, optimizer_flop=50, hardware_flop=370,
-        by_dtype={"float32": 240}, hardware_by_dtype={"float32": 370}, growth={"float32": {"sample": 240}},
+        by_dtype={"float32": 240}, hardware_by_dtype={"float32": 370},
+        growth={"exact": {"float32": {"samples": 240}}, "hardware": {"float32": {"samples": 320, "once": 50}}},
     )  # fmt: skip
-    predictor = Predictor(plan, "exact")
-    predictor.learn(count, Workload(samples=8))
-    assert predictor.predict(Workload(samples=8)).hardware_flop == {"float32": 370}
-    assert predictor.predict(Workload(samples=32)).hardware_flop == {"float32": pytest.approx(4 * 320 + 50)}
+    law = Law.of(count, Workload(samples=8))
+    assert law.at(Workload(samples=8)).hardware == {"fp32": 370}
+    assert law.at(Workload(samples=32)).hardware == {"fp32": pytest.approx(4 * 320 + 50)}

@@ -14,12 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from flopmeter import TrainingMonitor, load_run, watch
-from flopmeter.flops.workload import Needs
+from flopmeter.flops.workload import Needs, WorkloadReader
 from flopmeter.integrations._loaders import LoaderMarks
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.hooks import Hooks, attach_forward, patch_loaders
 from flopmeter.monitor.tracker import StepTracker
-from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing.late import LateNumber
 from simulated_device import SimulatedDevice, timeline_on
 

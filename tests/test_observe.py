@@ -332,7 +332,9 @@ def test_padding_shrinks_exact_and_not_full() -> None:
     token, sample = 2 * WIDTH * WIDTH, 2 * 2 * WIDTH * WIDTH
     assert step.result("full").forward_flop == 10 * token + sample
     assert step.result("exact").forward_flop == pytest.approx(7 * token + sample)
-    assert step.result("exact").growth == {"float32": {"token": pytest.approx(21 * token), "sample": 3 * sample}}
+    growth = step.result("exact").growth
+    assert growth["exact"] == {"float32": {"tokens": pytest.approx(21 * token), "samples": 3 * sample}}
+    assert growth["full"] == growth["hardware"] == {"float32": {"tokens_processed": 30 * token, "samples": 3 * sample}}
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ PAIR_FLOP = 12 * LAYERS * HIDDEN * BATCH * LENGTH * (LENGTH + 1) / 2
 def decoder_lines(**changes: Any) -> list[dict[str, Any]]:
     model_flop = TOKEN_FLOP + PAIR_FLOP
     flop = {"model_flop": model_flop, "forward_flop": model_flop / 3, "backward_flop": model_flop * 2 / 3}
-    growth = {"float32": {"token": TOKEN_FLOP, "causal_pair": PAIR_FLOP}}
+    growth = {"exact": {"float32": {"tokens": TOKEN_FLOP, "pairs_causal": PAIR_FLOP}}}
     metrics = {
         "perf/model_flop": model_flop,
         "perf/tokens_per_second": TOKENS / runs.STEP_S,
@@ -269,7 +269,7 @@ def test_the_run_is_told_under_the_conventions_of_others(tmp_path: Path) -> None
         ({"perf/tokens_processed_per_second": 2 * TOKENS / runs.STEP_S}, "padded"),
         ({"perf/samples_per_second": (BATCH + 1) / runs.STEP_S}, "length"),
         ({"count": {"convention": "full"}}, "full"),
-        ({"count": {"growth": {"float32": {"token": TOKEN_FLOP, "patch": 1e9}}}}, "patch"),
+        ({"count": {"growth": {"exact": {"float32": {"tokens": TOKEN_FLOP, "patches": 1e9}}}}}, "patch"),
         ({"perf/model_flop": 1.0}, "not in the record"),
     ],
 )

@@ -402,7 +402,7 @@ def test_a_large_batch_is_run_for_one_sample_and_scaled() -> None:
     assert count.model_flop == num_samples * 8 * 2 * WIDTH * WIDTH
     assert sum(count.by_module.values()) == count.model_flop
     # What it grows with is scaled too, or the prediction of every other step would be too small by as much.
-    assert count.growth == {"float32": {"sample": count.model_flop}}
+    assert count.growth["exact"] == {"float32": {"samples": count.model_flop}}
 
 
 def test_a_model_without_weights_that_looks_at_them_cannot_be_counted() -> None:

@@ -14,13 +14,12 @@ import torch
 from flopmeter import load_run, watch
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
-from flopmeter.flops.workload import Needs
+from flopmeter.flops.workload import Needs, Seen, WorkloadReader, resolve
 from flopmeter.monitor.digest import NOTHING, StepRecord, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import IN_STEP, StepTracker
-from flopmeter.monitor.workloads import Seen, WorkloadReader, resolve
 from flopmeter.timing import FORWARD, split
 from flopmeter.timing.late import LateNumber
 from simulated_device import UNKNOWN, Host, Queue
@@ -430,7 +429,7 @@ def test_a_measured_step_learns_from_lengths_that_have_come_and_from_no_others(m
     class Source:
         is_measuring, kind, measures = True, "observed", False
 
-        def note_autocast(self) -> None:
+        def note_call(self, args: Any, kwargs: Any) -> None:
             pass
 
         def is_changed(self) -> bool:
@@ -461,7 +460,7 @@ def test_a_device_that_is_seconds_behind_is_waited_for_once_the_count_is_read(mo
     class Source:
         is_measuring, kind, measures = True, "observed", False
 
-        def note_autocast(self) -> None:
+        def note_call(self, args: Any, kwargs: Any) -> None:
             pass
 
         def is_changed(self) -> bool:

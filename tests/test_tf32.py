@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter.flops.estimate import plan_of
+from flopmeter.flops.estimate import read_leaves
 from flopmeter.flops.observe import observe
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.side_count import count_flops
@@ -67,7 +67,7 @@ def test_before_cuda_is_in_use_nothing_is_asked_of_it(monkeypatch: pytest.Monkey
 def test_every_way_of_counting_tells_convolutions_in_tf32_from_products_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("observation", "profiled", "estimate.leaves"):
+    for module in ("observation", "profiled", "estimate"):
         monkeypatch.setattr(f"flopmeter.flops.{module}.tf32_families", lambda device: frozenset({"convolution"}))
     expected = {"tf32": 2 * CONVOLUTION, "float32": 3 * LINEAR}
     net, images = make_net()
@@ -78,7 +78,7 @@ def test_every_way_of_counting_tells_convolutions_in_tf32_from_products_in_float
     with ProfiledStep() as profiled:
         net(images).sum().backward()
     assert profiled.result().by_dtype == expected
-    assert {term.dtype for term in plan_of(net).terms} == {"tf32", "float32"}
+    assert set(read_leaves(net).by_dtype) == {"tf32", "float32"}
 
 
 def test_under_autocast_a_twin_counts_convolutions_in_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_the_vision_tower_of_qwen2_vl_is_counted_by_its_grids(tmp_path: Path) ->
     torch.manual_seed(0)
     flop = train(tmp_path, qwen2_vl(), [qwen_batch(BOTH_SIZES), text_batch(), qwen_batch(OTHER_SIZES)], 9)
     by_hand = [text_flop() + qwen2_vision_flop(BOTH_SIZES), text_flop(), text_flop() + qwen2_vision_flop(OTHER_SIZES)]
-    assert flop == pytest.approx(by_hand * 3)
+    assert flop[3:] == pytest.approx(by_hand * 2)
 
 
 MODELS: dict[str, tuple[Callable[[], Any], list[dict[str, torch.Tensor]]]] = {
@@ -124,9 +124,9 @@ def test_every_step_has_the_flop_of_its_own_batch(tmp_path: Path, name: str) -> 
     model, batches = make(), [images[0], images[-1], text_batch(), images[0], text_batch(32)]
     expected = [count_flops(model, batch).model_flop for batch in batches]
     flop = train(tmp_path, model, batches, 2 * len(batches))
-    # Before the fourth step, which was observed, LLaVA's closed form is off (see below).
+    # The fourth step is observed; what comes before it is estimated, for LLaVA less well (see below).
     first = 3 if name == "llava" else 0
-    assert flop[first:] == pytest.approx((expected * 2)[first:], rel=5e-3)
+    assert flop[first:] == pytest.approx((expected * 2)[first:], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,21 +136,21 @@ def test_images_count_before_any_step_with_images_was_observed(tmp_path: Path, n
     model = make()
     vision = count_flops(model, images[0]).model_flop - count_flops(model, text_batch()).model_flop
     flop = train(tmp_path, model, [text_batch()] * 4 + images[:1], 10)
-    assert flop[0] == count_flops(model, text_batch()).model_flop
-    # From the closed form, which does not know that LLaVA takes the features of the last layer but one.
-    assert flop[-1] - flop[0] == pytest.approx(vision, rel=0.35 if name == "llava" else 5e-3)
+    assert flop[3] == count_flops(model, text_batch()).model_flop
+    # From the module tree, which does not know that LLaVA takes the features of the last layer but one.
+    assert flop[-1] - flop[3] == pytest.approx(vision, rel=0.35 if name == "llava" else 1e-3)
 
 
 def test_frozen_towers_need_no_gradients(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = qwen2_vl()
     model.model.visual.requires_grad_(False)
-    flop = train(tmp_path, model, [qwen_batch(BOTH_SIZES), text_batch()], 8)
+    flop = train(tmp_path, model, [text_batch(), qwen_batch(BOTH_SIZES)], 8)
     patches = [height * width for _, height, width in BOTH_SIZES]
     weights = PATCH_VALUES * VISION + 4 * VISION * VISION + 2 * VISION * VISION_INNER
     merger = 2 * sum(patches) // 4 * ((4 * VISION) ** 2 + 4 * VISION * HIDDEN)
     forward = 2 * sum(patches) * weights + 2 * 2 * VISION * sum(n * n for n in patches) + merger
-    assert flop[-2] - flop[-1] == pytest.approx(forward)
+    assert flop[-1] - flop[-2] == pytest.approx(forward)
 
 
 def test_a_trainer_mixes_images_and_text(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_trainer_mixes_images_and_text(tmp_path: Path) -> None:
     given: list[int] = []
 
     def collate(samples: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        given.append(samples[0]["index"] % 2)
+        given.append(int(samples[0]["index"] % 3 > 0))
         return batches[given[-1]]
 
     args = transformers.TrainingArguments(
@@ -174,4 +174,4 @@ def test_a_trainer_mixes_images_and_text(tmp_path: Path) -> None:
     transformers.Trainer(model, args, train_dataset=data, data_collator=collate, callbacks=callbacks).train()
     expected = [count_flops(model, batch).model_flop for batch in batches]
     flop = list(load_run(tmp_path).column("perf/model_flop"))
-    assert flop == pytest.approx([expected[kind] for kind in given[:8]], rel=5e-3)
+    assert flop[3:] == pytest.approx([expected[kind] for kind in given[3:8]], rel=1e-3)

@@ -27,9 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flopmeter import ConfigError, TrainingMonitor, load_run, watch
 from flopmeter.flops.observe import observe
-from flopmeter.flops.workload import Needs
+from flopmeter.flops.workload import Needs, WorkloadReader, resolve
 from flopmeter.monitor.tracker import IN_STEP
-from flopmeter.monitor.workloads import WorkloadReader, resolve
 from flopmeter.report._facts import facts_of
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}

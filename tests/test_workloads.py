@@ -14,8 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from flopmeter import watch
-from flopmeter.flops.workload import Needs
-from flopmeter.monitor.workloads import WorkloadReader, resolve
+from flopmeter.flops.workload import Needs, WorkloadReader, resolve
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "report": False, "profile_steps": False}}
 WIDTH, INNER, CLASSES = 16, 32, 4

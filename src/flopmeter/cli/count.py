@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from flopmeter.cli._choice import choose
-from flopmeter.errors import ConfigError, CountError, MissingLibraryError, refuse_old_torch
+from flopmeter.errors import ConfigError, CountError, FlopmeterError, MissingLibraryError, refuse_old_torch
 from flopmeter.text import amount, percent
 
 if TYPE_CHECKING:
     from flopmeter.flops.flop_count import FlopCount
-    from flopmeter.flops.symbolic import Formula
 
 Axis = Literal["module", "op", "dtype"]
 ConventionName = Literal["exact", "full"]
@@ -126,7 +125,7 @@ class _Answer:
     """Text tokens in the batch, None for a model without text."""
     count: FlopCount
     formula_lengths: tuple[int, int] | None
-    """Between which lengths the formula was counted."""
+    """The two lengths at which the formula was counted."""
     seconds: Mapping[str, float]
     """Time by stage: load (libraries and model), count, formula."""
 
@@ -154,7 +153,7 @@ def _count(question: _Question) -> _Answer:
         clock.lap("count")
         if question.symbolic:
             status.update("Looking for a formula ...")
-            found = _find_formula(model, question)
+            found = _find_formula(model, question, count)
             clock.lap("formula")
     parameters = list(model.parameters())
     return _Answer(
@@ -163,8 +162,8 @@ def _count(question: _Question) -> _Answer:
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_tokens=next((value.numel() for value in inputs.values() if _is_text(value)), None),
-        count=replace(count, formula=found.expression if found else None),
-        formula_lengths=found.lengths if found else None,
+        count=replace(count, formula=found[0] if found else None),
+        formula_lengths=found[1] if found else None,
         seconds=clock.laps,
     )
 
@@ -195,10 +194,17 @@ def _run(model: Any, question: _Question) -> tuple[dict[str, Any], FlopCount]:
         raise ConfigError(f"{told}: --seq {longest} is the longest that fits") from None
 
 
-def _find_formula(model: Any, question: _Question) -> Formula | None:
-    from flopmeter.flops.symbolic import formula
+def _find_formula(model: Any, question: _Question, count: FlopCount) -> tuple[str, tuple[int, int]] | None:
+    """The expression, and the two lengths at which it was counted."""
+    from flopmeter.flops.prediction import expression
 
-    return formula(model, question.train, question.convention, check_at=[(question.batch, question.seq)])
+    other = replace(question, batch=question.batch + 1, seq=max(question.seq // 2, 16))
+    try:
+        check = _run(model, other)[1]
+    except FlopmeterError:
+        return None
+    found = expression(count, (question.batch, question.seq), check, (other.batch, other.seq))
+    return (found, (other.seq, question.seq)) if found is not None else None
 
 
 def _is_text(value: Any) -> bool:
@@ -337,7 +343,7 @@ def _summary(answer: _Answer) -> Iterator[str]:
     else:
         yield f"per sample {_flop(count.model_flop / asked.batch)}"
     if answer.formula_lengths:
-        yield f"formula {count.formula}, counted from S = {answer.formula_lengths[0]} to {answer.formula_lengths[1]}"
+        yield f"formula {count.formula}, counted at S = {answer.formula_lengths[0]} and {answer.formula_lengths[1]}"
     elif asked.symbolic:
         yield "formula none: the FLOPs are no polynomial in batch size and length"
     coverage = "" if count.coverage is None else f", coverage {percent(count.coverage)}"

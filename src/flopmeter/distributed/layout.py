@@ -47,7 +47,7 @@ class Layout:
     is_uneven: bool
     """Whether the work depends on where a router sends tokens: then no rank's count holds for another."""
     num_split: int = 1
-    """Parts that its parameters are split into and computed with: a closed form that reads whole shapes gives all."""
+    """Parts that its parameters are split into and computed with: an estimate that reads whole shapes gives all."""
     note: str = ""
     """What makes the job's FLOPs less than certain."""
 

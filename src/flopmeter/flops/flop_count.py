@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from flopmeter.flops.workload import Workload
 
 Convention = Literal["exact", "full"]
 """exact: attended pairs and tokens that are not padding. full: all pairs and all tokens (PaLM's way)."""
+
+
+Growth = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+def new_growth() -> dict[str, dict[str, dict[str, float]]]:
+    """Of "exact", "full" and "hardware" FLOPs by dtype and by field of `Workload`: to be added to."""
+    return {name: defaultdict(lambda: defaultdict(float)) for name in ("exact", "full", "hardware")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +44,10 @@ class FlopCount:
     """Model FLOPs by operator."""
     by_module: Mapping[str, float] = field(default_factory=dict)
     """Model FLOPs by the path of the innermost module that ran them; "" is the root or no module."""
-    growth: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Model FLOPs by dtype, and there by what they grow with: tokens, pairs, patches, samples."""
+    growth: Growth = field(default_factory=dict)
+    """What FLOPs grow with: of "exact", "full" and "hardware" each by dtype, and there by field of `Workload`."""
+    workload: Workload | None = None
+    """What it was counted for, where that is known."""
     coverage: float | None = 1.0
     """Counted work over the work that is known to have happened; None when nothing tells."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
@@ -47,6 +61,24 @@ class FlopCount:
     left_out: tuple[str, ...] = ()
     """What the numbers do not hold, one sentence each."""
 
+    @classmethod
+    def of(cls, phases: Mapping[str, float], growth: Growth, convention: Convention, **others: Any) -> FlopCount:
+        """From FLOPs by phase under the convention, and what they grow with."""
+        own = {name: {dtype: dict(parts) for dtype, parts in by.items()} for name, by in growth.items()}
+        totals = {name: {dtype: sum(parts.values()) for dtype, parts in by.items()} for name, by in own.items()}
+        return cls(
+            forward_flop=phases.get("forward", 0.0),
+            backward_flop=phases.get("backward", 0.0),
+            recompute_flop=phases.get("recompute", 0.0),
+            optimizer_flop=phases.get("optimizer", 0.0),
+            hardware_flop=sum(totals["hardware"].values()),
+            by_dtype=totals[convention],
+            hardware_by_dtype=totals["hardware"],
+            growth=own,
+            convention=convention,
+            **others,
+        )
+
     @property
     def model_flop(self) -> float:
         """What the mathematics needs: forward and backward, no recomputation. The numerator of MFU."""
@@ -57,11 +89,13 @@ class FlopCount:
         sums = {name: plus(getattr(self, name), getattr(other, name)) for name in (*_NUMBERS, "uncounted")}
         known = [count.coverage for count in (self, other) if count.coverage is not None]
         left_out = tuple(dict.fromkeys((*self.left_out, *other.left_out)))
-        return replace(self, **sums, coverage=min(known) if len(known) == 2 else None, left_out=left_out)
+        both = self.workload + other.workload if self.workload is not None and other.workload is not None else None
+        coverage = min(known) if len(known) == 2 else None
+        return replace(self, **sums, workload=both, coverage=coverage, left_out=left_out)
 
     def __mul__(self, factor: float) -> FlopCount:
         """So many times the FLOPs; calls that were not counted stay as many."""
-        return replace(self, **{name: _times(getattr(self, name), factor) for name in _NUMBERS})
+        return replace(self, workload=None, **{name: _times(getattr(self, name), factor) for name in _NUMBERS})
 
 
 _NUMBERS = (

@@ -17,9 +17,18 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from flopmeter.flops.arguments import CallNames, flatten, padding_mask
 from flopmeter.flops.unseen import OwnHook, hide_hooks
-from flopmeter.flops.workload import real_tokens
+from flopmeter.flops.workload import (
+    LateWorkload,
+    Needs,
+    Workload,
+    WorkloadReader,
+    flatten,
+    late_workload,
+    needs_of,
+    padding_mask,
+    real_tokens,
+)
 from flopmeter.torch_compat import (
     OBSERVES_COMPILED,
     DisableTorchFunction,
@@ -32,8 +41,9 @@ from flopmeter.torch_compat import (
 
 logger = logging.getLogger("flopmeter")
 
-Driver = Literal["token", "causal_pair", "full_pair", "other_pair", "patch", "patch_pair", "sample"]
-"""What an operator's work grows with when the batch changes."""
+Driver = Literal["token", "patch", "value", "sample"]
+"""What the rows of a module's input are: tokens, patches of images beside a text, parts of images or recordings, or one
+row for each sample."""
 
 _TEXT_INPUTS = ("input_ids", "inputs_embeds")
 _FIRST_TENSOR_NAMES = (*_TEXT_INPUTS, "hidden_states", "decoder_input_ids", "pixel_values", "input_features", "x")
@@ -59,6 +69,8 @@ class Batch:
     """What an encoder made, where this is the text of a decoder that attends to it."""
     storage: int = 0
     """Names the tensor that a decoder's memory was read from (encoder and decoder may be equally long); else 0."""
+    late: LateWorkload | None = None
+    """All that the call was given, in numbers that may still be on the device."""
     is_evaluation: bool = False
     """The root was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
@@ -66,12 +78,11 @@ class Batch:
     autocast: tuple[str, torch.dtype] | None = None
     """The autocast around the call, kept with its arguments: the loop has left it when the twin is counted."""
 
-    def lengths(self) -> list[int]:
-        """Tokens of each sample that are not padding. Reads from the device."""
-        if self.token_is_real is None:
-            return [self.length or 0] * self.samples
-        counts: list[int] = self.token_is_real.sum(1).tolist()
-        return counts
+    def workload(self) -> Workload:
+        """What the call was given. Reads from the device."""
+        if self.late is None:
+            return Workload()
+        return self.late.resolve({name: float(value) for name, value in self.late.unread.items()})
 
 
 @dataclass(eq=False, slots=True)
@@ -86,9 +97,11 @@ class Frame:
     """Forward FLOPs that its own weight matrix needs for the input it got: what a blind counter would miss."""
     decoder: Batch | None = None
     """The text of a decoder that has started inside: what comes after it works on its rows."""
+    slides: bool | None = None
+    """Whether its attention has the window that the config names; None where nothing tells."""
 
 
-NO_FRAME = Frame("", Batch(), "sample")
+NO_FRAME = Frame("", Batch(), "value")
 
 
 class FrameTracker:
@@ -96,7 +109,8 @@ class FrameTracker:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = roots
-        self._names = CallNames(roots)
+        self.needs = needs_of(*roots)
+        self._reader = WorkloadReader(self.needs, models=roots)
         self._stack: list[Frame] = []
         self._undo: list[Callable[[], None]] = []
         self._sequence: list[int] = []
@@ -166,11 +180,10 @@ class FrameTracker:
         """A root is called from outside: what with?"""
         if self.on_batch is not None:
             self.on_batch()
-        named = flatten(self._names.bind(args, kwargs))
-        batch = read_batch(args, {name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
+        batch = read_batch(self._reader.in_order(self._reader.bind(args, kwargs)), self.needs)
         batch.is_evaluation = not torch.is_grad_enabled() and graph_task_id() == -1
         if batch.memory is not None:
-            batch.memory.is_evaluation = batch.is_evaluation
+            batch.memory.is_evaluation, batch.memory.late = batch.is_evaluation, batch.late
         if keeps_arguments:
             batch.arguments, batch.autocast = (args, kwargs), active_autocast()
         self.batches.append(batch)
@@ -233,16 +246,17 @@ class _EnterHook(OwnHook):
         tensor = _first_tensor(args, kwargs)
         if starts:
             batch = self.tracker.start_batch(args, kwargs, self.keeps_arguments)
-            driver = _driver(tensor, batch, "token" if batch.length else "sample")
+            driver = _driver(tensor, batch, "token" if batch.length else "value")
         else:
             batch = self._text(tensor, args, kwargs, outer)
             driver = _driver(tensor, batch, outer.driver if batch is outer.batch else "token")
-        return Frame(self.path, batch, driver, _needed_flop(module, tensor), outer.decoder)
+        slides = _slides(module, self.path, self.tracker.needs, outer)
+        return Frame(self.path, batch, driver, _needed_flop(module, tensor), outer.decoder, slides)
 
     def _text(self, tensor: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Batch:
         """Which text's rows the module works on: those around it, a decoder's own, or what the decoder attends to."""
         name = self.path.rpartition(".")[2]
-        decoder = _decoder_text(name, args, kwargs, outer.batch)
+        decoder = _decoder_text(name, args, kwargs, outer.batch, self.tracker.needs.is_sequence_first)
         if decoder is None:
             return outer.batch if tensor is None or tensor.dim() < 2 else _text_of(tensor, outer)
         if "decoder" in name:
@@ -281,26 +295,27 @@ def _visible_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.
         yield from _visible_modules(child, f"{path}.{name}" if path else name)
 
 
-def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+def read_batch(named: Mapping[str, Any], needs: Needs) -> Batch:
     """Sizes and padding of what the root was called with, without reading a tensor."""
-    first = _first_tensor(args, kwargs)
-    if first is None or first.dim() == 0:
-        return Batch()
-    is_sequence = first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point())
-    batch = Batch(samples=first.shape[0], length=first.shape[1] if is_sequence else None)
-    mask = padding_mask(kwargs)
-    if is_sequence:
-        _turn(batch, mask)
-    pixels, grid = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
-    if isinstance(pixels, torch.Tensor) and first is not pixels:
-        batch.patches, batch.pixels = pixels.shape[0], pixels.shape
-    elif isinstance(grid, torch.Tensor):
-        batch.patches = grid.shape[0]
+    named = {name: value for name, value in flatten(named).items() if not _is_empty(name, value)}
+    late = late_workload(named, needs)
+    samples, processed = late.known.get("samples", 0), late.known.get("tokens_processed", 0)
+    batch = Batch(samples=samples, length=processed // samples if samples and processed else None, late=late)
+    pixels, grid = named.get("pixel_values"), named.get("image_grid_thw")
     if batch.length is not None:
-        batch.token_is_real = _real_tokens(mask, batch)
-        batch.decoder_token_is_real = _real_tokens(padding_mask(kwargs, "decoder_"))
-        batch.memory = _memory(kwargs.get("encoder_hidden_states"), kwargs)
+        batch.token_is_real, batch.decoder_token_is_real = late.is_real, late.decoder_is_real
+        batch.memory = _memory(named.get("encoder_hidden_states"), named, needs.is_sequence_first)
+        if isinstance(pixels, torch.Tensor):
+            batch.patches, batch.pixels = pixels.shape[0], pixels.shape
+        elif isinstance(grid, torch.Tensor):
+            batch.patches = grid.shape[0]
     return batch
+
+
+def _is_empty(name: str, value: Any) -> bool:
+    """Whether it should tell by its values, and has none."""
+    tells = ("mask", "position_ids", "cu_seq", "grid_thw")
+    return isinstance(value, torch.Tensor) and value.is_meta and any(word in name for word in tells)
 
 
 def active_autocast() -> tuple[str, torch.dtype] | None:
@@ -311,47 +326,52 @@ def active_autocast() -> tuple[str, torch.dtype] | None:
     return None
 
 
-def _real_tokens(mask: Any, batch: Batch | None = None) -> torch.Tensor | None:
-    """Where a mask of (samples, length) has a token; None where it is no such mask. No value is read here."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_meta:
+def _sequence(tensor: Any, mask: torch.Tensor | None, is_sequence_first: bool) -> Batch | None:
+    """The rows of a text; None for what is none. A mask has its samples first, whatever the text does."""
+    if not _has_sizes(tensor) or tensor.dim() != (3 if tensor.is_floating_point() else 2):
         return None
-    if batch is not None and tuple(mask.shape) != (batch.samples, batch.length):
+    samples, length = tensor.shape[:2]
+    if (mask is not None and tuple(mask.shape) == (length, samples)) or (mask is None and is_sequence_first):
+        samples, length = length, samples
+    return Batch(samples=samples, length=length, token_is_real=_real_tokens(mask, (samples, length)))
+
+
+def _real_tokens(mask: Any, sizes: tuple[int, int | None]) -> torch.Tensor | None:
+    """Where a mask of these (samples, length) has a token; None where it is no such mask. No value is read here."""
+    if not isinstance(mask, torch.Tensor) or mask.is_meta or tuple(mask.shape) != sizes:
         return None
     return real_tokens(mask)
 
 
-def _turn(batch: Batch, mask: torch.Tensor | None) -> None:
-    """Torch's own layers have the sequence first by default; a mask has the samples first, always."""
-    if mask is not None and tuple(mask.shape) == (batch.length, batch.samples):
-        batch.samples, batch.length = mask.shape
-
-
-def _memory(states: Any, kwargs: Mapping[str, Any]) -> Batch | None:
+def _memory(states: Any, kwargs: Mapping[str, Any], is_sequence_first: bool) -> Batch | None:
     """What an encoder made, as a decoder is given it."""
     if not _has_sizes(states) or states.dim() != 3:
         return None
-    memory = Batch(samples=states.shape[0], length=states.shape[1], storage=_storage(states))
-    mask = padding_mask(kwargs, "encoder_")
-    _turn(memory, mask)
-    memory.token_is_real = _real_tokens(mask, memory)
+    memory = _sequence(states, padding_mask(kwargs, "encoder_"), is_sequence_first)
+    if memory is not None:
+        memory.storage = _storage(states)
     return memory
 
 
-def _decoder_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], around: Batch) -> Batch | None:
+def _decoder_text(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], around: Batch, is_sequence_first: bool
+) -> Batch | None:
     """The text of a decoder, which is told by being given what an encoder made; None for any other module."""
     states = kwargs.get("encoder_hidden_states", args[1] if "decoder" in name and len(args) > 1 else None)
-    memory = _memory(states, kwargs)
+    memory = _memory(states, kwargs, is_sequence_first)
     if memory is None or around.memory is not None:
         return None  # no decoder, or a layer of one
-    text = read_batch(args, {**kwargs, "key_padding_mask": kwargs.get("tgt_key_padding_mask")})
-    if text.length is None or not (around.length or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)):
+    mask = padding_mask({**kwargs, "key_padding_mask": kwargs.get("tgt_key_padding_mask")})
+    text = _sequence(_first_tensor(args, kwargs), mask, is_sequence_first)
+    if text is None or not (around.length or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)):
         return None  # an image's rows, which attend to a text
     text.memory = memory
-    if text.token_is_real is None and around.decoder_token_is_real is not None:
-        text.token_is_real = _real_tokens(around.decoder_token_is_real, text)
-    if memory.token_is_real is None and around.token_is_real is not None:
-        memory.token_is_real = _real_tokens(around.token_is_real, memory)
+    if text.token_is_real is None:
+        text.token_is_real = _real_tokens(around.decoder_token_is_real, (text.samples, text.length))
+    if memory.token_is_real is None:
+        memory.token_is_real = _real_tokens(around.token_is_real, (memory.samples, memory.length))
     text.is_evaluation = memory.is_evaluation = around.is_evaluation
+    text.late = memory.late = around.late
     return text
 
 
@@ -393,19 +413,21 @@ def _driver(tensor: torch.Tensor | None, batch: Batch, inherited: Driver) -> Dri
         return inherited
     if batch.pixels is not None and tensor.shape == batch.pixels:
         return "patch"
+    if batch.length is None:
+        return "sample" if tensor.dim() == 2 and tensor.shape[0] == batch.samples else "value"
     fitting = _fitting_drivers(tensor, batch)
     return inherited if inherited in fitting or not fitting else fitting[0]
 
 
 def _fitting_drivers(tensor: torch.Tensor, batch: Batch) -> list[Driver]:
     """What the rows may be; none of it for an expert, which gets as many tokens as were sent to it."""
-    rows, samples, length, patches = tensor.shape[0], batch.samples, batch.length, batch.patches
+    rows, patches = tensor.shape[0], batch.patches
     fitting: list[Driver] = []
     if _is_text(tensor, batch):
         fitting.append("token")
     if patches and rows and (rows == patches or (patches % rows == 0 and patches // rows in (4, 9, 16))):
         fitting.append("patch")
-    if rows == samples and (length is None or tensor.dim() == 2):
+    if rows == batch.samples and tensor.dim() == 2:
         fitting.append("sample")
     return fitting
 
@@ -417,7 +439,21 @@ def _is_text(tensor: torch.Tensor, batch: Batch) -> bool:
         return False
     is_grid = tensor.dim() > 2 or not tensor.is_floating_point()
     is_flat = rows == samples * length or (rows == 1 and tensor.shape[1] == samples * length)
-    return is_flat or (is_grid and tuple(tensor.shape[:2]) == (samples, length))
+    return is_flat or (is_grid and tuple(tensor.shape[:2]) in ((samples, length), (length, samples)))
+
+
+def _slides(module: nn.Module, path: str, needs: Needs, outer: Frame) -> bool | None:
+    """Whether attention in this module has the window of the config: the module says so, or its place among layers."""
+    own = vars(module)
+    stem, _, place = path.rpartition(".")
+    if needs.patch_window is not None and stem.endswith("blocks") and place.isdigit():
+        return int(place) not in needs.whole_blocks
+    if "sliding_window" in own:
+        return isinstance(own["sliding_window"], int)
+    kinds, layer = getattr(own.get("config"), "layer_types", None), own.get("layer_idx")
+    if isinstance(kinds, (list, tuple)) and isinstance(layer, int) and layer < len(kinds):
+        return "sliding" in str(kinds[layer])
+    return outer.slides
 
 
 def _needed_flop(module: nn.Module, tensor: torch.Tensor | None) -> int:

@@ -69,6 +69,9 @@ class Call(NamedTuple):
     """A function where integers have to be read from the device first."""
     pairs: Pairs | None
     """Which share of the pairs counts, where a mask decides."""
+    sizes: tuple[int, ...] = (0, 0, 0)
+    """Samples, queries and keys of a fused attention operator; no samples where sequences lie end to end. Of another
+    operator in a decoder all sizes of its matrices."""
 
 
 class Observation:
@@ -78,9 +81,17 @@ class Observation:
         roots: The modules that the code calls: they name the work, and tell training from evaluation.
         count_fake: Count operators on fake tensors too.
         count_evaluation: Count a root that is called with gradients off.
+        limit: Called after each operator; what it raises ends the code that is watched.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], *, count_fake: bool = False, count_evaluation: bool = False) -> None:
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        *,
+        count_fake: bool = False,
+        count_evaluation: bool = False,
+        limit: Callable[[], None] | None = None,
+    ) -> None:
         self.calls: list[Call] = []
         self.uncounted: dict[str, int] = {}
         self.roots = roots
@@ -91,7 +102,7 @@ class Observation:
         self._frames = FrameTracker(roots)
         self._pairs = PairTracker()
         self._repeats = Repeats()
-        self._mode = _Mode(self._take, count_fake)
+        self._mode = _Mode(self._take, count_fake, limit)
         self._count_evaluation = count_evaluation
         self._builds_graph: list[bool] = []
         self._is_in_optimizer = False
@@ -177,7 +188,7 @@ class Observation:
 
         again = self._repeats.find()
         calls = [call._replace(phase="recompute") if i in again else call for i, call in enumerate(self.calls)]
-        return tally(calls, self._frames.needed, self.uncounted, convention)
+        return tally(calls, self._frames, self.uncounted, convention)
 
     def _set_in_optimizer(self, is_in: bool) -> None:
         if get_ident() == self._thread:
@@ -229,8 +240,23 @@ class Observation:
                 is_attention=formula.family in _ATTENTION_FAMILIES,
                 work=work,
                 pairs=self._pairs_of(op, formula, {**bound, **kwargs}, out, frame, node),
+                sizes=self._sizes(op, formula, bound, frame),
             )
         )
+
+    def _sizes(self, op: str, formula: Formula, bound: Mapping[str, Any], frame: Frame) -> tuple[int, ...]:
+        if formula.family not in _ATTENTION_FAMILIES:
+            has_memory = frame.batch.memory is not None
+            return (
+                tuple(n for v in bound.values() if isinstance(v, torch.Tensor) for n in v.shape) if has_memory else ()
+            )
+        query, key = bound.get("query"), bound.get("key")
+        if not isinstance(query, torch.Tensor) or not isinstance(key, torch.Tensor):
+            return 0, 0, 0
+        if query.dim() < 4 or any("seq" in name and isinstance(value, torch.Tensor) for name, value in bound.items()):
+            return 0, query.shape[0], key.shape[0]
+        place = 2 if op.startswith((_BY_HEADS, "aten::_cudnn", "higher_order::flex")) else 1
+        return query.shape[0], query.shape[place], key.shape[place]
 
     def _phase(self, frame: Frame) -> WorkPhase:
         if graph_task_id() == -1:
@@ -297,8 +323,14 @@ class Observation:
 class _Mode(OwnMode):  # type: ignore[no-untyped-call]
     """Hands every operator to the observation after it ran."""
 
-    def __init__(self, take: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None], count_fake: bool) -> None:
+    def __init__(
+        self,
+        take: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+        count_fake: bool,
+        limit: Callable[[], None] | None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._limit = limit
         self.is_quiet = False
         self._take = take
         self._count_fake = count_fake
@@ -351,6 +383,8 @@ class _Mode(OwnMode):  # type: ignore[no-untyped-call]
         if self._count_fake or not any(issubclass(t, FakeTensor) for t in types):
             with DisableTorchFunction():  # the user's function modes and tensor classes are not for us
                 self._take(func, args, kwargs, out)
+        if self._limit is not None:
+            self._limit()
         return out
 
 

@@ -62,15 +62,13 @@ class ObservedStep(Observation):
         # The compiler decides what it computes again, which shows where all of its work does.
         if twin.recompute_flop and coverage >= MIN_COVERAGE and not self._hides_masks():
             recompute_flop = seen.model_flop + seen.recompute_flop - twin.model_flop
-        hardware = twin
-        if coverage >= MIN_COVERAGE:
-            hardware, twin = seen, _in_dtypes_of(seen, twin)
+        is_seen = coverage >= MIN_COVERAGE
         return replace(
-            twin,
+            _in_dtypes_of(seen, twin) if is_seen else twin,
             recompute_flop=recompute_flop,
             optimizer_flop=seen.optimizer_flop,
-            hardware_flop=hardware.hardware_flop,
-            hardware_by_dtype=hardware.hardware_by_dtype,
+            hardware_flop=(seen if is_seen else twin).hardware_flop,
+            hardware_by_dtype=(seen if is_seen else twin).hardware_by_dtype,
             coverage=coverage,
             uncounted=seen.uncounted,
             method=f"observed, split by the uncompiled twin ({twin.method})",
@@ -106,21 +104,35 @@ def _in_dtypes_of(seen: FlopCount, twin: FlopCount) -> FlopCount:
     """The twin's work in the dtypes that ran: autocast inside the model casts nothing that has no values.
 
     Where the twin has other dtypes, nobody knows which work was done in which: all of it is taken in the same mixture.
+    What ran grows as the twin's work does.
     """
-    shares = _shares(seen.by_dtype)
-    own = _shares(twin.by_dtype)
-    if not shares or all(abs(shares.get(dtype, 0.0) - own.get(dtype, 0.0)) < SAME for dtype in shares.keys() | own):
-        return twin
-    by_driver: dict[str, float] = {}
-    for parts in twin.growth.values():
-        by_driver = plus(by_driver, parts)
-    return replace(
-        twin,
-        by_dtype={dtype: share * twin.model_flop for dtype, share in shares.items()},
-        growth={dtype: {name: share * flop for name, flop in by_driver.items()} for dtype, share in shares.items()},
-    )
+    model = {dtype: twin.model_flop * share for dtype, share in _shares(seen.by_dtype).items()}
+    own = twin.by_dtype
+    if not model or all(abs(model.get(d, 0.0) - own.get(d, 0.0)) < SAME * twin.model_flop for d in model.keys() | own):
+        model = dict(own)
+    growth = {
+        "hardware": _in_mixture(twin.growth.get("hardware", {}), seen.hardware_by_dtype, seen.hardware_flop),
+        **{
+            name: parts if model == own else _in_mixture(parts, model)
+            for name, parts in twin.growth.items()
+            if name != "hardware"
+        },
+    }
+    return replace(twin, by_dtype=model, growth=growth)
 
 
-def _shares(by_dtype: Mapping[str, float]) -> dict[str, float]:
-    total = sum(by_dtype.values())
-    return {dtype: flop / total for dtype, flop in by_dtype.items()} if total else {}
+def _in_mixture(
+    growth: Mapping[str, Mapping[str, float]], by_dtype: Mapping[str, float], total: float | None = None
+) -> dict[str, dict[str, float]]:
+    """All of the work, whatever its dtype was, in these; as much as it was, or as the total says."""
+    fields: dict[str, float] = {}
+    for parts in growth.values():
+        fields = plus(fields, parts)
+    factor = total / sum(fields.values()) if total is not None and any(fields.values()) else 1.0
+    shares = _shares(by_dtype)
+    return {dtype: {name: share * factor * flop for name, flop in fields.items()} for dtype, share in shares.items()}
+
+
+def _shares(parts: Mapping[str, float]) -> dict[str, float]:
+    total = sum(parts.values())
+    return {name: flop / total for name, flop in parts.items()} if total else {}

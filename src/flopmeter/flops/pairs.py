@@ -51,6 +51,10 @@ class Pairs:
     """Share of all pairs that count: a device scalar until the step is over, None when the mask has no values."""
     num_keys: int = 0
     """Length of the softmax."""
+    num_queries: int = 0
+    """Softmaxes of one head and sample."""
+    num_groups: int = 0
+    """Samples that attend each within itself, or windows of them; 0 where they lie in one dimension with the heads."""
     is_spelled_out: bool = False
     """The model's own code called the softmax; torch's attention, where it falls back on products, calls another."""
     needed: float = 1.0
@@ -104,7 +108,9 @@ class PairTracker:
         elif op in _SOFTMAX:
             if args[1] in (-1, args[0].dim() - 1) and not pairs.is_attention:
                 pairs.is_attention = True
-                pairs.num_keys = int(args[0].shape[-1])
+                shape = args[0].shape
+                pairs.num_keys, pairs.num_queries = int(shape[-1]), int(shape[-2]) if len(shape) > 1 else 1
+                pairs.num_groups = int(shape[0]) if len(shape) == 4 else 0
                 pairs.is_spelled_out = op != "aten::_safe_softmax"
                 pairs.share = self.share(pairs.allowed, args[0].shape, query_is_real)
             self._pairs.put(out, pairs)

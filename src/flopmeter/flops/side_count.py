@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.arguments import unwrap as unwrap
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Call, Observation
 from flopmeter.flops.shadow import CollectiveError, shadow, untouched
+from flopmeter.flops.workload import unwrap as unwrap
 from flopmeter.torch_compat import TOO_OLD, reparametrize_module, tree_map_only
 
 MAX_REAL_ELEMENTS = 1 << 14
@@ -64,10 +64,12 @@ def count_call(
     convention: Convention = "exact",
     *,
     may_run: bool = True,
+    limit: Callable[[], None] | None = None,
 ) -> FlopCount:
     """`count_flops` for the call `model(*args, **kwargs)`.
 
     Args:
+        limit: Called after each operator; raises CountError where the count takes too much.
         may_run: Run the model for real where it cannot be counted on shapes. Inside training it must not: other ranks
             do not run with this one, and the run takes memory and time.
     """
@@ -75,10 +77,12 @@ def count_call(
         raise CountError(TOO_OLD)
     target, kwargs = unwrap(model), dict(kwargs)
     attempts: dict[str, Callable[[], FlopCount]] = {
-        "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention),
-        "meta, inputs too": lambda: _count_on_shapes(target, *_without_values((args, kwargs)), training, convention),
+        "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention, limit),
+        "meta, inputs too": lambda: _count_on_shapes(
+            target, *_without_values((args, kwargs)), training, convention, limit
+        ),
         "meta, experts as batched products": lambda: _count_with_other_experts(
-            target, args, kwargs, training, convention
+            target, args, kwargs, training, convention, limit
         ),
     }
     if may_run:
@@ -122,12 +126,17 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
 
 
 def _count_on_shapes(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, convention: Convention
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    training: bool,
+    convention: Convention,
+    limit: Callable[[], None] | None = None,
 ) -> FlopCount:
     tensors = _shape_only_state(model)
     args, kwargs = tree_map_only(torch.Tensor, _lent, (args, kwargs))
     with untouched(model, _lent), shadow():
-        return _observed(model, tensors, args, kwargs, training, convention, autocast_to=_autocast_dtype())
+        return _observed(model, tensors, args, kwargs, training, convention, _autocast_dtype(), limit)
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +157,12 @@ def _without_values(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tup
 
 
 def _count_with_other_experts(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, convention: Convention
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    training: bool,
+    convention: Convention,
+    limit: Callable[[], None] | None,
 ) -> FlopCount:
     """Experts that loop over the tokens each received need values; as one batched product they need none."""
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), _EXPERTS)}
@@ -158,7 +172,7 @@ def _count_with_other_experts(
     try:
         for config in configs.values():
             setattr(config, _EXPERTS, _SHAPE_ONLY_EXPERTS)
-        return _count_on_shapes(model, args, kwargs, training, convention)
+        return _count_on_shapes(model, args, kwargs, training, convention, limit)
     finally:
         for key, config in configs.items():
             setattr(config, _EXPERTS, before[key])
@@ -197,8 +211,9 @@ def _observed(
     training: bool,
     convention: Convention,
     autocast_to: str | None = None,
+    limit: Callable[[], None] | None = None,
 ) -> FlopCount:
-    observation = Observation([model], count_fake=True, count_evaluation=True)
+    observation = Observation([model], count_fake=True, count_evaluation=True, limit=limit)
     # Backward runs inside too: checkpointing calls the model again from there.
     with torch.set_grad_enabled(training), reparametrize_module(model, dict(tensors), tie_weights=True):
         observation.start()

@@ -1,60 +1,65 @@
-"""From the operators of a step to its FLOP count, under a convention."""
+"""From the operators of a step to its FLOP count, under a convention, and to what each part of it grows with.
+
+Every call names the field of the workload that its FLOPs grow with, three times: as exact FLOPs (tokens, pairs that the
+mask lets through), as full ones (padding and all pairs), and as what the kernel ran. `prediction` scales them by it.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING
 
-from flopmeter.flops.flop_count import Convention, FlopCount
+from flopmeter.flops.flop_count import Convention, FlopCount, new_growth
 from flopmeter.flops.formulas import Work
+from flopmeter.flops.workload import PROCESSED, Workload
 
 if TYPE_CHECKING:
-    from flopmeter.flops.frames import Batch, Driver, Frame
+    from flopmeter.flops.frames import Batch, Frame, FrameTracker
     from flopmeter.flops.observation import Call
 
 UNKNOWN_MASK = "Some attention masks had no values to look at: all their pairs are counted."
-_SAME_SHARE = 1e-9
+_ROWS = {"token": "tokens", "patch": "patches", "value": "values", "sample": "samples"}
+_MAIN = ("tokens", "decoder_tokens", "values", "patches", "samples")
+"""What rows of an unknown kind grow with: the first of these that the batch has."""
 
 
 def tally(
-    calls: Iterable[Call], needed: Iterable[Frame], uncounted: Mapping[str, int], convention: Convention
+    calls: Iterable[Call], frames: FrameTracker, uncounted: Mapping[str, int], convention: Convention
 ) -> FlopCount:
     """Add up the calls. Evaluation between training steps is left out."""
-    reader = _Reader(convention)
+    reader = _Reader(frames)
     phases: dict[str, float] = defaultdict(float)
-    hardware_by_dtype: dict[str, float] = defaultdict(float)
     by_op: dict[str, float] = defaultdict(float)
     by_module: dict[str, float] = defaultdict(float)
-    growth: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    growth = new_growth()
     forward_by_path: dict[str, float] = defaultdict(float)
     for call in calls:
         if call.phase == "evaluation":
             continue
         work = call.work if isinstance(call.work, Work) else call.work()
-        flop, driver = reader.read(call, work)
-        phases[call.phase] += flop
-        hardware_by_dtype[call.dtype] += work.hardware
+        flop, names = reader.read(call, work)
+        own = flop[convention]
+        phases[call.phase] += own
+        growth["hardware"][call.dtype]["once" if call.phase == "optimizer" else names["hardware"]] += work.hardware
         if call.phase == "forward":
             forward_by_path[call.frame.path] += work.full
         if call.phase in ("forward", "backward"):
-            by_op[call.op] += flop
-            by_module[call.frame.path] += flop
-            growth[call.dtype][driver] += flop
-    return FlopCount(
-        forward_flop=phases["forward"],
-        backward_flop=phases["backward"],
-        recompute_flop=phases["recompute"],
-        optimizer_flop=phases["optimizer"],
-        hardware_flop=sum(hardware_by_dtype.values()),
-        by_dtype={dtype: sum(parts.values()) for dtype, parts in growth.items()},
-        hardware_by_dtype=dict(hardware_by_dtype),
+            by_op[call.op] += own
+            by_module[call.frame.path] += own
+            for name in ("exact", "full"):
+                growth[name][call.dtype][names[name]] += flop[name]
+    return FlopCount.of(
+        phases,
+        growth,
+        convention,
         by_op=dict(by_op),
         by_module=dict(by_module),
-        growth={dtype: dict(parts) for dtype, parts in growth.items()},
-        coverage=_coverage(forward_by_path, needed),
+        workload=reader.total,
+        coverage=_coverage(forward_by_path, frames.needed),
         uncounted=dict(uncounted),
-        convention=convention,
         left_out=(UNKNOWN_MASK,) if reader.met_unknown_mask else (),
     )
 
@@ -62,22 +67,41 @@ def tally(
 class _Reader:
     """Reads what the step left on the device, once per batch."""
 
-    def __init__(self, convention: Convention) -> None:
-        self._convention = convention
-        self._lengths: dict[int, list[int]] = {}
+    def __init__(self, frames: FrameTracker) -> None:
+        self._real_shares: dict[int, float] = {}
+        self._workloads = {id(batch.late): batch.workload() for batch in frames.batches}
+        own = [batch for batch in frames.batches if not batch.is_evaluation] or frames.batches
+        parts = [self._workloads[id(batch.late)] for batch in own]
+        self.total = reduce(add, parts) if parts else Workload()
         self.met_unknown_mask = False
 
-    def read(self, call: Call, work: Work) -> tuple[float, Driver]:
-        """What a call counts under the convention, and what that grows with."""
+    def read(self, call: Call, work: Work) -> tuple[dict[str, float], dict[str, str]]:
+        """What a call counts, exact and in full, and what that and the kernel's work grow with."""
         pairs = call.pairs
-        by_mask = pairs is not None and pairs.is_attention
-        needed = pairs.needed if pairs is not None else 1.0
-        if not by_mask and not call.is_attention:
-            share = self._real_share(call.frame.batch) if call.frame.driver == "token" else 1.0
-            return work.exact * share if self._convention == "exact" else work.full, call.frame.driver
-        share = self._share(call, work)
-        driver = self._pair_driver(call.frame, share)
-        return work.full * needed * (share if self._convention == "exact" else 1.0), driver
+        if call.is_attention or (pairs is not None and pairs.is_attention):
+            full, share = work.full * (pairs.needed if pairs is not None else 1.0), self._share(call, work)
+            return {"exact": full * share, "full": full}, self._pair_fields(call, work, share)
+        batch = _own_text(call)
+        workload = self._workload(batch)
+        name = _ROWS[call.frame.driver]
+        if name == "tokens" and batch.memory is not None:
+            name = "decoder_tokens"
+        elif (name == "patches" and not workload.patches) or (batch.storage and not workload.tokens):
+            name = "values"  # images that are cut inside, or what a decoder hears
+        name = self._known(name, workload)
+        processed = PROCESSED.get(name, name)
+        share = self._real_share(batch) if call.frame.driver == "token" else 1.0
+        fields = {"exact": name, "full": processed, "hardware": processed}
+        return {"exact": work.exact * share, "full": work.full}, fields
+
+    def _workload(self, batch: Batch) -> Workload:
+        return self._workloads.get(id(batch.late), self.total) if batch.late is not None else self.total
+
+    def _known(self, name: str, workload: Workload) -> str:
+        """The field, or another where the batch has nothing of it."""
+        if getattr(workload, name):
+            return name
+        return next((other for other in _MAIN if getattr(workload, other)), "once")
 
     def _share(self, call: Call, work: Work) -> float:
         if call.pairs is None or not call.pairs.is_attention:
@@ -88,24 +112,70 @@ class _Reader:
         return float(call.pairs.share)
 
     def _real_share(self, batch: Batch) -> float:
-        lengths = self._lengths_of(batch)
-        return sum(lengths) / (len(lengths) * batch.length) if batch.length and lengths else 1.0
+        is_real, key = batch.token_is_real, id(batch)
+        if is_real is None or not is_real.numel():
+            return 1.0
+        if key not in self._real_shares:
+            self._real_shares[key] = int(is_real.sum()) / is_real.numel()
+        return self._real_shares[key]
 
-    def _lengths_of(self, batch: Batch) -> list[int]:
-        key = id(batch)
-        if key not in self._lengths:
-            self._lengths[key] = batch.lengths()
-        return self._lengths[key]
+    def _pair_fields(self, call: Call, work: Work, share: float) -> dict[str, str]:
+        """Which pairs these are, judged by how many there are."""
+        batch, workload = call.frame.batch, self._workload(call.frame.batch)
+        groups, queries, keys = _sizes(call)
+        if call.frame.driver == "token" and batch.length:
+            if not groups and call.is_attention:  # sequences end to end: each is by itself, in every count
+                is_cut = workload.pairs_window > 0 and call.frame.slides is not False
+                exact = "pairs_full" if work.exact == work.full else "pairs_window" if is_cut else "pairs_causal"
+                exact = exact if getattr(workload, exact) else "tokens"
+                return {"exact": exact, "full": "pairs_full" if workload.pairs_full else "tokens", "hardware": exact}
+            exact = self._text_pairs(call, workload, share * (groups or batch.samples) * queries * keys)
+            processed = f"{exact.partition('pairs')[0]}pairs_processed" if "pairs" in exact else PROCESSED[exact]
+            hardware = processed
+            if call.is_attention and exact.endswith(("pairs_causal", "pairs_window")):
+                skips = exact == "pairs_window" and work.exact < work.full
+                hardware = exact if skips else f"{exact.partition('pairs')[0]}pairs_run"
+            return {"exact": exact, "full": processed, "hardware": hardware}
+        if call.frame.driver == "patch" and workload.patches:
+            is_cut = bool(call.frame.slides) and workload.patch_pairs_window > 0
+            return dict.fromkeys(("exact", "full", "hardware"), "patch_pairs_window" if is_cut else "patch_pairs")
+        is_whole = call.frame.driver == "patch" or (call.frame.driver == "value" and groups in (0, batch.samples))
+        exact = self._known("values_squared" if is_whole else _ROWS[call.frame.driver], workload)
+        processed = PROCESSED.get(exact, exact)
+        return {"exact": exact, "full": processed, "hardware": processed}
 
-    def _pair_driver(self, frame: Frame, share: float) -> Driver:
-        """Which kind of pairs these are, told by how many there are."""
-        if frame.driver != "token":
-            return "patch_pair" if frame.driver == "patch" else "sample"
-        lengths, length = self._lengths_of(frame.batch), frame.batch.length or 1
-        processed = len(lengths) * length**2
-        if abs(share - sum(n * (n + 1) for n in lengths) / 2 / processed) < _SAME_SHARE:
-            return "causal_pair"
-        return "full_pair" if abs(share - sum(n * n for n in lengths) / processed) < _SAME_SHARE else "other_pair"
+    def _text_pairs(self, call: Call, workload: Workload, number: float) -> str:
+        batch, prefix = call.frame.batch, ""
+        _, queries, keys = _sizes(call)
+        names = ["pairs_causal", "pairs_full"]
+        if batch.memory is not None and workload.decoder_tokens:
+            prefix, names = "decoder_", ["decoder_pairs_causal", "decoder_pairs_full"]
+            if keys == batch.memory.length:
+                names = ["cross_pairs"] if keys != batch.length else [*names, "cross_pairs"]
+        elif workload.window and call.frame.slides is not False:
+            names = ["pairs_window", "pairs_window_full", *names]
+        names = [name for name in names if getattr(workload, name)]
+        is_text = queries in (batch.length, batch.samples * (batch.length or 1))
+        if not names or not is_text:  # chunks of it, or rows of another kind
+            return self._known(f"{prefix}tokens", workload) if workload.tokens or workload.decoder_tokens else "samples"
+        return min(names, key=lambda name: abs(number / getattr(workload, name) - 1))
+
+
+def _own_text(call: Call) -> Batch:
+    """The text whose rows a product has: within attention to a memory, some have the memory's."""
+    batch, memory = call.frame.batch, call.frame.batch.memory
+    if memory is None or not memory.length or not batch.length:
+        return batch
+    is_memorys = memory.samples * memory.length in call.sizes and batch.samples * batch.length not in call.sizes
+    return memory if is_memorys else batch
+
+
+def _sizes(call: Call) -> tuple[int, int, int]:
+    """Samples, queries and keys."""
+    if call.is_attention or call.pairs is None:
+        groups, queries, keys = call.sizes
+        return groups, queries, keys
+    return call.pairs.num_groups, call.pairs.num_queries, call.pairs.num_keys
 
 
 def _coverage(forward_by_path: Mapping[str, float], needed: Iterable[Frame]) -> float:

@@ -14,10 +14,9 @@ from msgspec import Struct
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
 from flopmeter.dataset_metrics import resolve as resolve_datasets
-from flopmeter.flops.workload import Workload
+from flopmeter.flops.workload import Lengths, Seen, Workload, resolve
 from flopmeter.metrics import Step, Window
 from flopmeter.monitor.ranks import rank_step, scaled
-from flopmeter.monitor.workloads import Lengths, Seen, resolve
 from flopmeter.schema import PHASES, StepMark
 from flopmeter.timing import BACKWARD, StepTime, split
 from flopmeter.timing.late import Arrival, HostCopies, is_ready, read, without_late
@@ -242,7 +241,7 @@ class Digest:
         if ranks is None:
             return step
         is_counted = self.source is not None and self.source.has_count
-        if not is_counted:  # the closed form reads whole shapes
+        if not is_counted:  # the estimate reads whole shapes
             step = scaled(step, 1 / ranks.layout.num_split)
         told = rank_step(item.index, step, item.blocked_ns, self.source, is_counted=is_counted)
         ranks.add(told, is_typical=not item.marks)

@@ -14,11 +14,11 @@ from torch import nn
 
 from flopmeter.config import MonitorConfig
 from flopmeter.flops import profiler_guard
+from flopmeter.flops.workload import Seen
 from flopmeter.monitor.digest import StepRecord
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.sampling import Sampling
 from flopmeter.monitor.schedule import Schedule
-from flopmeter.monitor.workloads import Seen
 from flopmeter.timing import PhaseClock, split
 
 logger = logging.getLogger("flopmeter")
@@ -110,6 +110,8 @@ class Effort:
     def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
         """An ordinary step was digested; `index` is how many were before it."""
         self.schedule.note_step(metrics["perf/step_time"])
+        if self._source is not None and self._source.lacks_kind:
+            self.schedule.hasten(index + 1)
         self.sampling.note_step(index, metrics)
 
     def watch_model(self, source: FlopSource, num_steps: int) -> int:

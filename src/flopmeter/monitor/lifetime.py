@@ -23,6 +23,7 @@ from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.distributed import PATIENCE_S, Ranks
 from flopmeter.errors import FlopmeterError, sign_warnings
+from flopmeter.flops.workload import WorkloadReader
 from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
@@ -36,7 +37,6 @@ from flopmeter.monitor.ranks import connect_device, join, my_rank, record_path, 
 from flopmeter.monitor.steps import Steps
 from flopmeter.monitor.tracker import StepTracker
 from flopmeter.monitor.worker import Worker
-from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.record import Run, RunWriter, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler

@@ -17,18 +17,16 @@ from flopmeter.distributed import Ranks
 from flopmeter.errors import FlopmeterError
 from flopmeter.flops import profiler_guard
 from flopmeter.flops.counters import CounterReader, Unavailable, open_counters
-from flopmeter.flops.estimate import plan_of
+from flopmeter.flops.estimate import estimate_call, read_leaves
 from flopmeter.flops.facts import facts_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
-from flopmeter.flops.prediction import Predictor
+from flopmeter.flops.prediction import Predictor, StepFlop
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.training_state import training_state
-from flopmeter.flops.workload import Needs, Workload
+from flopmeter.flops.workload import Seen, Workload, needs_of, resolve
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
-from flopmeter.monitor.stage import Stage, StepFlop
-from flopmeter.monitor.workloads import Seen, resolve
 from flopmeter.schema import METRICS_BY_KEY, StepMark
 from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, num_dispatch_modes
 
@@ -45,6 +43,7 @@ DIFFERENT = (
     "FLOPs differ between steps of the same shape by {:.0%}, as where layers are dropped at random: "
     "the mean of the measured ones is used"
 )
+NEW_KIND = "no measured step had {} yet: what they take is estimated from the layers of the model until one is measured"
 UNSEEN = (
     "FLOPs of the steps are unknown: they differ, and the loop does not call the model itself, which would tell why"
 )
@@ -84,28 +83,22 @@ class FlopSource:
         self._has_failed = False
         self.ranks: Ranks | None = None
         """The other ranks of the job: rank 0 measures for all that do the same work."""
+        self.needs = needs_of(*models)
+        """What to look for in a batch."""
         self._state = training_state(models)
-        self._stage = Stage(self._make_predictor())
-        self._stages = {self._state: self._stage}
-        self._turns = [(0, self._stage)]
+        self._predictor = self._make_predictor()
+        self._by_state = {self._state: self._predictor}
+        self._turns = [(0, self._predictor)]
         self._notes: dict[int, Mapping[str, Any]] = {}
         self._is_watched = True
         self._has_told_difference = False
+        self._has_told_kind = False
         self.mode = self._effective_mode()
-
-    @property
-    def _predictor(self) -> Predictor | None:
-        return self._stage.predictor
 
     @property
     def has_count(self) -> bool:
         """Whether anything was counted yet, here or on rank 0, of the model as it is trained now."""
-        return self._stage.has_count
-
-    @property
-    def needs(self) -> Needs:
-        """What to look for in a batch."""
-        return self._predictor.plan.needs if self._predictor is not None else Needs()
+        return self._predictor.has_count
 
     @property
     def measures(self) -> bool:
@@ -125,16 +118,26 @@ class FlopSource:
     @property
     def error(self) -> float | None:
         """Relative error of the last prediction that a measurement tested."""
-        return self._predictor.error if self._predictor is not None else None
+        return self._predictor.error
 
-    def note_autocast(self) -> None:
-        """Called inside a forward pass: autocast decides the dtype of what is only estimated so far."""
+    def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is called for the first time: autocast decides the dtype of what is only estimated so far.
+
+        In estimate mode this call is counted on shapes, in two seconds at most.
+        """
         self.follow_model()
         device = self._device.type
-        is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if self._predictor is not None and is_on:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             self._predictor.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
             self._find_peak(normalise_dtype(self._predictor.dtype))
+        if self.mode != "estimate" or len(self._roots) > 1 or not (args or kwargs):
+            return
+        if self.is_changed():
+            self.take_change(0)
+        count = estimate_call(self._model, args, kwargs, training=True, convention=self._settings.convention)
+        self._event("count", flop_error=None, **{name: _plain(getattr(count, name)) for name in _FIELDS})
+        if count.workload is not None and count.model_flop and "counted" in count.method:
+            self._learn(self._predictor, count, count.workload)
 
     def follow_model(self) -> None:
         """A model that was moved since it was given to us is held against what its device can do."""
@@ -190,13 +193,14 @@ class FlopSource:
         count = measurement.result(self._settings.convention)
         batches = _counted_of(seen(), measurement)
         workload = resolve(batches)
-        if not batches and count.model_flop and self._stage.learn_unseen(count):
+        if not batches and count.model_flop and self._predictor.learn_unseen(count):
             self._warn(UNSEEN)
         # A count of nothing is not used: nothing was trained in the step, or where it was we could not see.
-        error = self._learn(self._stage, count, workload) if count.model_flop else None
+        error = self._learn(self._predictor, count, workload) if count.model_flop else None
         if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
             self.ranks.publish({**note_of(count, workload), "state": self._state})
-        self._event("count", flop_error=error, **{name: _plain(getattr(count, name)) for name in _FIELDS})
+        told = {name: _plain(getattr(count, name)) for name in _FIELDS}
+        self._event("count", flop_error=error, calibration=self._predictor.calibration, **told)
         if isinstance(measurement, ObservedStep) and measurement.gave_way is None:
             self._facts = facts_of(measurement, count)
             self._tell_facts()
@@ -229,19 +233,19 @@ class FlopSource:
     def take_count(self, note: Mapping[str, Any]) -> None:
         """Rank 0 has counted a step of the same work. Called in the background."""
         state = note.get("state", self._state)
-        stage = self._stages.get(state)
-        if stage is None:  # rank 0 has noticed a change before us
+        predictor = self._by_state.get(state)
+        if predictor is None:  # rank 0 has noticed a change before us
             self._notes = {state: note}
             return
-        self._learn(stage, *read_note(note))
+        self._learn(predictor, *read_note(note))
 
-    def _learn(self, stage: Stage, count: FlopCount, workload: Workload | None) -> float | None:
-        error = stage.learn(count, workload)
-        self._find_peaks(count)
-        difference = stage.predictor.difference if stage.predictor is not None else 0.0
-        if difference and not self._has_told_difference:
+    def _learn(self, predictor: Predictor, count: FlopCount, workload: Workload | None) -> float | None:
+        error = predictor.learn(count, workload) if workload is not None else None
+        for dtype in (*count.by_dtype, *count.hardware_by_dtype):
+            self._find_peak(normalise_dtype(dtype))
+        if predictor.difference and not self._has_told_difference:
             self._has_told_difference = True
-            self._event("warning", message=DIFFERENT.format(difference))
+            self._event("warning", message=DIFFERENT.format(predictor.difference))
         return error
 
     def is_changed(self) -> bool:
@@ -258,24 +262,23 @@ class FlopSource:
     def take_change(self, index: int) -> bool:
         """From the step `index` on the model is trained in another way. Gives whether it should be counted anew.
 
-        What was counted before is no longer used; until the next count the closed form is, read anew.
+        What was counted before is used only together with what the module tree says of the change.
         """
         state = training_state(self._roots)
-        before, stage = self._stage, self._stages.get(state)
-        if stage is None:
-            stage = Stage(self._make_predictor())
-            if stage.predictor is not None and before.predictor is not None:
-                stage.predictor.dtype = before.predictor.dtype
-            kept = list(self._stages.items())[1 - MAX_STATES :]
-            self._stages = {**dict(kept), state: stage}  # replaced: the background thread may be reading
-        self._state, self._stage = state, stage
-        self._turns = [*self._turns, (index, stage)][-MAX_TURNS:]
+        before, now = self._predictor, self._by_state.get(state)
+        if now is None:
+            now = self._make_predictor(before)
+            now.dtype = before.dtype
+            kept = list(self._by_state.items())[1 - MAX_STATES :]
+            self._by_state = {**dict(kept), state: now}  # replaced: the background thread may be reading
+        self._state, self._predictor = state, now
+        self._turns = [*self._turns, (index, now)][-MAX_TURNS:]
         note = self._notes.pop(state, None)
         if note is not None:
-            self._learn(stage, *read_note(note))
-        is_due = before.has_count and not stage.has_count
-        if is_due and not stage.is_told:
-            stage.is_told = True
+            self._learn(now, *read_note(note))
+        is_due = before.has_count and not now.has_count
+        if is_due and not now.is_told:
+            now.is_told = True
             self._event("warning", message=CHANGED)
         return is_due
 
@@ -313,21 +316,28 @@ class FlopSource:
         Args:
             index: Which step it is: one from before a change of the model is not told by what came after. None: now.
         """
-        stage = self._stage if index is None else self._stage_at(index)
-        if len(self._roots) > 1 and not stage.has_count:
-            return None  # several modules called in turn have no closed form together
-        known, is_new = stage.predict(workload)
-        if is_new:
-            self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
-        return known
+        predictor = self._predictor if index is None else self._predictor_at(index)
+        if len(self._roots) > 1 and not predictor.has_count:
+            return None  # several modules called in turn have no estimate together
+        self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
+        found = predictor.predict(workload)
+        if predictor.missing and predictor.has_count and not self._has_told_kind:
+            self._has_told_kind = True
+            self._event("warning", message=NEW_KIND.format(" and ".join(sorted(predictor.missing))))
+        return found
+
+    @property
+    def lacks_kind(self) -> bool:
+        """Whether a step had a kind of input, as images, that no measured one had."""
+        return self._predictor.has_count and bool(self._predictor.missing)
 
     def unseen(self, index: int) -> StepFlop | None:
         """FLOPs of a step in which the model itself was not called, where they are known."""
-        return self._stage_at(index).unseen
+        return self._predictor_at(index).unseen
 
-    def _stage_at(self, index: int) -> Stage:
+    def _predictor_at(self, index: int) -> Predictor:
         turns = self._turns
-        return next((stage for since, stage in reversed(turns) if index >= since), turns[0][1])
+        return next((own for since, own in reversed(turns) if index >= since), turns[0][1])
 
     def _effective_mode(self) -> str:
         mode = self._settings.mfu_calculation_mode
@@ -351,21 +361,16 @@ class FlopSource:
         reader.start()
         return reader
 
-    def _make_predictor(self) -> Predictor | None:
+    def _make_predictor(self, before: Predictor | None = None) -> Predictor:
         try:
-            plan = plan_of(self._model)
+            estimate = read_leaves(self._model, convention=self._settings.convention)
         except Exception as error:  # noqa: BLE001 - parameters that are not there yet, say; the run begins all the same
-            logger.warning("no closed form for this model: %s", error)
-            return None
+            logger.warning("no estimate for this model: %s", error)
+            estimate = None
+        for dtype in estimate.by_dtype if estimate is not None else ():
+            self._find_peak(normalise_dtype(dtype))
         is_calibrated = self._settings.performance_monitoring.smart_mode.calibration_enabled
-        predictor = Predictor(plan, self._settings.convention, is_calibrated=is_calibrated)
-        for dtype in {term.dtype for term in plan.terms}:
-            self._find_peak(normalise_dtype(dtype))
-        return predictor
-
-    def _find_peaks(self, count: FlopCount) -> None:
-        for dtype in (*count.by_dtype, *count.hardware_by_dtype):
-            self._find_peak(normalise_dtype(dtype))
+        return Predictor(estimate, before, is_calibrated=is_calibrated)
 
     def _find_peak(self, dtype: str) -> None:
         if (self._device, dtype) in self._looked_up:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flopmeter")
 
-_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out")
+_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out", "workload")
 """What a prediction does not need: it would be most of the note."""
 
 

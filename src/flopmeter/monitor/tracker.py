@@ -7,15 +7,16 @@ import sys
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from time import perf_counter_ns, thread_time_ns
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from flopmeter.distributed.blocking import Blocking
+from flopmeter.flops.workload import WorkloadReader
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.hooks import handled_exception
 from flopmeter.monitor.measuring import FlopSource
-from flopmeter.monitor.workloads import WorkloadReader
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, HOST_TO_DEVICE, OPTIMIZER, OTHER, PAUSE, PhaseClock
 from flopmeter.torch_compat import DisableTorchFunction
 
@@ -273,7 +274,7 @@ class StepTracker:
             return
         self._has_trained = True
         if self._is_first:
-            self._begin()
+            self._begin(args, kwargs)
         if self.is_evaluating:
             self.end_evaluation()
         if self._is_stepping and not _is_in_optimizer_step():
@@ -301,7 +302,7 @@ class StepTracker:
         if not self.is_spread:
             self.discard_measurement()  # what was begun with the step does not see it
         if self._is_first:
-            self._begin()
+            self._begin(args, kwargs)
         self.has_forward = True
         self._see(args, kwargs)
 
@@ -317,7 +318,7 @@ class StepTracker:
         self._has_begun = True
         self.clock.start()
 
-    def _begin(self) -> None:
+    def _begin(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._is_first = False
         if not self._has_begun:
             self._begin_step()
@@ -325,7 +326,7 @@ class StepTracker:
             with DisableTorchFunction():  # a function mode of the user's sees none of our calls
                 self._on_start()
                 if self.source is not None:
-                    self.source.note_autocast()
+                    self.source.note_call(args, kwargs)
         except Exception as error:  # noqa: BLE001 - a run that cannot begin must not stop the forward pass
             self._on_failure("the start of the run", error)
 

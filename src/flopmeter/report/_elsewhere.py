@@ -57,8 +57,8 @@ def _decoder(run: Run) -> tuple[Architecture, int]:
     growth = _growth(count.get("growth"))
     seq = _whole(tokens / samples, "sequences differ in length, or are padded")
     pairs = samples * seq * (seq + 1) / 2
-    weights = _whole(growth.get("token", 0.0) / (6 * tokens), "the work per token is not 6 FLOPs a weight")
-    width = _whole(growth.get("causal_pair", 0.0) / (12 * pairs), "attention is not plain and causal")
+    weights = _whole(growth.get("tokens", 0.0) / (6 * tokens), "the work per token is not 6 FLOPs a weight")
+    width = _whole(growth.get("pairs_causal", 0.0) / (12 * pairs), "attention is not plain and causal")
     params = run.header.num_parameters
     if not (weights and width and params > 0):
         raise NoRuleError("a decoder's weights and attention cannot be told from the count")
@@ -72,10 +72,11 @@ def _decoder(run: Run) -> tuple[Architecture, int]:
 def _growth(growth: Any) -> dict[str, float]:
     """FLOPs by what they grow with, over all dtypes; only tokens and causal pairs are in the rules."""
     totals: dict[str, float] = {}
-    for drivers in growth.values() if isinstance(growth, Mapping) else ():
+    exact = growth.get("exact") if isinstance(growth, Mapping) else None
+    for drivers in exact.values() if isinstance(exact, Mapping) else ():
         for driver, value in drivers.items() if isinstance(drivers, Mapping) else ():
             totals[driver] = totals.get(driver, 0.0) + (number(value) or 0.0)
-    others = sorted(driver for driver, flop in totals.items() if flop and driver not in ("token", "causal_pair"))
+    others = sorted(driver for driver, flop in totals.items() if flop and driver not in ("tokens", "pairs_causal"))
     if others:
         raise NoRuleError(f"the model has work that the rules do not describe ({', '.join(others)[:80]})")
     return totals

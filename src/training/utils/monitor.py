@@ -20,9 +20,13 @@ from torch import nn
 from flopmeter.devices import peak_flops
 from flopmeter.errors import CountError
 from flopmeter.flops.estimate import estimate_flops
+from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.inputs import build_inputs
+from flopmeter.flops.prediction import Law
 from flopmeter.flops.profiled import profile_flops
 from flopmeter.flops.side_count import count_call, unwrap
+from flopmeter.flops.training_state import training_state
+from flopmeter.flops.workload import needs_of, workload_of
 from flopmeter.monitor import TrainingMonitor
 
 __all__ = [
@@ -90,7 +94,8 @@ def calculate_precise_mfu(
     """MFU of a training step of `step_time` seconds on `batch_size` sequences of `seq_length` tokens.
 
     Args:
-        measurement_mode: "smart" counts each shape once, without running the model; "estimate" reads the module tree;
+        measurement_mode: "smart" counts each shape once, without running the model; "estimate" does so within two
+            seconds, and else reads the module tree;
             "profiler" runs the model at every call; "hybrid" is smart, because hardware counters tell utilisation.
         actual_flops: FLOPs of the step, when they are known: nothing is measured then.
     """
@@ -111,7 +116,7 @@ def calculate_mfu_with_profiler(model: nn.Module, batch_size: int, seq_length: f
 
 @_zero_on_failure
 def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any]) -> float:
-    """Training FLOPs of a step on this batch, by the estimate: nothing runs."""
+    """Training FLOPs of a step on this batch, by the estimate: on shapes, nothing runs for real."""
     try:
         return estimate_flops(model, batch_example).model_flop
     except CountError as error:
@@ -125,33 +130,44 @@ def _measure_flops_with_profiler(model: nn.Module, batch_size: int, seq_length: 
     return profile_flops(model, _inputs(model, batch_size, round(seq_length))).model_flop
 
 
-def _estimated_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
-    return estimate_flops(model, (batch_size, seq_length)).model_flop
+_counted: WeakKeyDictionary[nn.Module, dict[tuple[str, int], dict[tuple[int, int], FlopCount]]] = WeakKeyDictionary()
 
 
-_counted: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], float]] = WeakKeyDictionary()
+def _remembered(mode: str, counter: Callable[[nn.Module, int, int], FlopCount]) -> Callable[..., float]:
+    """Counted once for each shape and each way of training, then remembered as long as the model lives.
 
-
-def _smart_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
-    """Counted once for each shape and each state of freezing, then remembered as long as the model lives.
-
-    It is called inside training, so the model is never run for real: one that shapes do not tell of is estimated.
+    A run with more shapes than are kept gets the others from the nearest one, by what its work grows with.
     """
-    num_trainable = sum(parameter.requires_grad for parameter in model.parameters())
-    shape, counted = (num_trainable, batch_size, seq_length), _counted.setdefault(model, {})
-    alike = [known for known in counted if known[0] == num_trainable]
-    if shape not in counted and len(alike) >= MAX_COUNTED_SHAPES:
-        nearest = min(alike, key=lambda known: abs(known[2] - seq_length))
-        correction = counted[nearest] / _estimated_flop(model, *nearest[1:])
-        return correction * _estimated_flop(model, batch_size, seq_length)
-    if shape not in counted:
-        try:
-            inputs = _inputs(model, batch_size, seq_length)
-            counted[shape] = count_call(model, (), inputs, may_run=False).model_flop
-        except CountError as error:
-            logger.warning("the FLOPs are estimated instead: %s", error)
-            counted[shape] = _estimated_flop(model, batch_size, seq_length)
-    return counted[shape]
+
+    def flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
+        known = _counted.setdefault(model, {}).setdefault((mode, training_state([model])), {})
+        shape = batch_size, seq_length
+        if shape not in known and len(known) >= MAX_COUNTED_SHAPES:
+            count = known[min(known, key=lambda own: abs(own[1] - seq_length))]
+            if count.workload is not None:
+                after = workload_of(_inputs(model, *shape), needs_of(model))
+                return sum(Law.of(count, count.workload).at(after).model.values())
+        if shape not in known:
+            known[shape] = counter(model, *shape)
+        return known[shape].model_flop
+
+    return flop
+
+
+def _estimate(model: nn.Module, batch_size: int, seq_length: int) -> FlopCount:
+    return estimate_flops(model, _inputs(model, batch_size, seq_length))
+
+
+def _count(model: nn.Module, batch_size: int, seq_length: int) -> FlopCount:
+    """It is called inside training, so the model is never run for real: one that shapes do not tell of is estimated."""
+    try:
+        return count_call(model, (), _inputs(model, batch_size, seq_length), may_run=False)
+    except CountError as error:
+        logger.warning("the FLOPs are estimated instead: %s", error)
+        return _estimate(model, batch_size, seq_length)
+
+
+_smart_flop, _estimated_flop = _remembered("smart", _count), _remembered("estimate", _estimate)
 
 
 def _hybrid_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
