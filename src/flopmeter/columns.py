@@ -95,6 +95,20 @@ def at(column: array[float], parts: Iterable[range]) -> array[float]:
     return values
 
 
+def extend(columns: dict[str, array[float]], more: Mapping[str, array[float]], num_before: int, num: int) -> None:
+    """Add `num` rows to those before; NaN where either lacks a column of the other."""
+    for key in dict.fromkeys((*columns, *more)):
+        column = columns.setdefault(key, array("d", [math.nan]) * num_before)
+        column.extend(more[key] if key in more else array("d", [math.nan]) * num)
+
+
+def tamed_column(values: array[float]) -> array[float]:
+    """The column with NaN in place of every number beyond reason; the very same one where there is none."""
+    if sum(map(abs, values)) < LARGEST:  # not so if there is a NaN
+        return values
+    return array("d", [math.nan if LARGEST <= abs(value) < math.inf else value for value in values])
+
+
 def sound(values: Sequence[float], limit: float) -> Sequence[float]:
     """Those from 0 up to the limit; the very same sequence where all are."""
     total = sum(values)  # not finite as soon as one value is not

@@ -23,7 +23,6 @@ from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.distributed import PATIENCE_S, Ranks
 from flopmeter.errors import FlopmeterError, sign_warnings
-from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
@@ -313,9 +312,7 @@ class Lifetime:
 
     @staticmethod
     def _sum_up(run: Run | None) -> dict[str, float]:
-        if run is None:
-            return {}
-        return summarise(run.columns, [place for place in run.steady() if place >= run.starts[-1]])
+        return {} if run is None else run.sum_up()
 
     @property
     def has_record(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import stat
 from array import array
@@ -18,8 +19,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 import msgspec
 from msgspec.structs import astuple
 
-from flopmeter.columns import open_regular, stretches, tamed
+from flopmeter.columns import extend, open_regular, stretches, tamed
 from flopmeter.errors import RecordError
+from flopmeter.metrics import (
+    MEASURED,
+    UTILISATIONS,
+    GoodputSoFar,
+    flop_per_s,
+    is_work,
+    rate_columns,
+    summarise,
+    utilisation_columns,
+)
 from flopmeter.record.rows import Rows, number
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
 
@@ -89,8 +100,11 @@ class Run:
     """Position in the columns to the marks of that step (warmup, observed, profiled)."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Pauses, counts, calibrations, epochs, evaluations, warnings, in file order."""
-    peaks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What MFU is held against, by dtype, as headers and events say: the newest counts."""
+    turns: list[tuple[int, dict[str, Mapping[str, Any]]]] = field(default_factory=list)
+    """From which position on the steps are held against which peaks, by dtype: each start and each device has its own,
+    and a peak that becomes known later serves its steps before that, too."""
+    work: dict[str, array[float]] = field(default_factory=dict)
+    """What utilisations are derived from, as the rows hold it: FLOPs of each step by kind and dtype."""
     summary: dict[str, Any] | None = None
     """The closing summary; None while the run goes on, or when it was killed."""
     skipped: list[str] = field(default_factory=list)
@@ -110,9 +124,42 @@ class Run:
         name = (self.summary or {}).get("failure")
         return str(name)[:200] if name else None
 
+    @property
+    def peaks(self) -> dict[str, Mapping[str, Any]]:
+        """What MFU is held against, by dtype, as headers and events say: the newest counts."""
+        return {dtype: peak for _, peaks in self.turns for dtype, peak in peaks.items()}
+
+    def derived(self, peaks: Mapping[str, float]) -> Run:
+        """The same run held against other peaks, in FLOP/s by dtype; those that are not given stay.
+
+        A step whose FLOPs are not in the record has no MFU then.
+        """
+        told = {"device": self.header.device, "source": "user", "note": "stated when the run was read"}
+        stated = {dtype: {**told, "flop_per_s": peak} for dtype, peak in peaks.items()}
+        turns = [(place, {**found, **stated}) for place, found in self.turns]
+        run = replace(self, turns=turns, columns={k: v for k, v in self.columns.items() if k not in UTILISATIONS})
+        run._derive()
+        if self.summary is not None:
+            run.summary = {**self.summary, "metrics": run.sum_up()}
+        return run
+
+    def _derive(self) -> None:
+        """Make what follows from FLOPs and peaks anew; a step without FLOPs keeps what it has."""
+        if self.work:
+            turns = [(place, flop_per_s(peaks)) for place, peaks in self.turns]
+            _put(self.columns, utilisation_columns(self.work, self.column("perf/step_time"), turns))
+
+    def sum_up(self) -> dict[str, float]:
+        """The newest start in a few numbers."""
+        return summarise(self.columns, [place for place in self.steady() if place >= (self.starts or [0])[-1]])
+
     def column(self, key: str) -> array[float]:
         """One value per step of the metric `key`; all NaN when the run has none."""
         return self.columns.get(key) or array("d", [math.nan]) * len(self)
+
+    def amount(self, name: str) -> array[float]:
+        """Tokens, tokens_processed or samples of each step."""
+        return array("d", map(operator.mul, self.column(f"perf/{name}_per_second"), self.column("perf/step_time")))
 
     def named(self, name: str) -> list[dict[str, Any]]:
         """Its events of that name, in file order."""
@@ -214,7 +261,9 @@ class RunReader:
         self._num_lines = 0
         self._has_overlong = False
         self._bad: dict[str, list[int]] = {}
-        self._rows = Rows(self.run.columns, MAX_COLUMNS)
+        self._rows = Rows(MAX_COLUMNS)
+        self._goodput = GoodputSoFar()
+        self._num_taken = 0
         self._on_kind: dict[str, Callable[[dict[str, Any]], str | None]] = {
             "header": self._header,
             "step": self._step,
@@ -250,8 +299,9 @@ class RunReader:
         return (self._num_lines >= MAX_LINES_WITHOUT_HEADER or self._has_overlong) and not self.run.headers
 
     def settle(self) -> None:
-        """Make the columns equally long and name what was skipped; more lines may follow."""
-        self._rows.deal()
+        """Derive what follows from the rows so far, and name what was skipped; more lines may follow."""
+        self._take_rows()
+        self.run._derive()
         self.run.skipped.clear()
         for problem, numbers in self._bad.items():
             others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
@@ -296,8 +346,11 @@ class RunReader:
             if isinstance(value, kind) and not isinstance(value, bool):
                 known[name] = value
         header = Header(**known)
+        self._take_rows()
+        self._goodput = GoodputSoFar()
         self.run.headers.append(header)
-        self.run.peaks |= {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
+        peaks = {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
+        self.run.turns.append((len(self.run), peaks))
         self.run.starts.append(len(self.run))
         self.run.summary = None
         return None
@@ -309,7 +362,22 @@ class RunReader:
         self._add_step(step, number(line.get("time")), line.get("marks"))
         return None if self._rows.add_metrics(metrics) else f"with metrics beyond the first {MAX_COLUMNS}"
 
+    def _take_rows(self) -> None:
+        """Make columns of the rows that wait."""
+        run, rows, start = self.run, self._rows.take(), self._num_taken
+        self._num_taken = len(run)
+        found = rate_columns(rows)
+        if found:
+            found["global_step"] = array("d", run.step[start:])
+            found["perf/goodput"] = array("d", map(self._goodput.add, run.time[start:], found["perf/step_time"]))
+        columns = {key: values for key, values in rows.items() if key not in MEASURED and not is_work(key)}
+        _put(columns, found)
+        extend(run.columns, columns, start, len(run) - start)
+        extend(run.work, {key: values for key, values in rows.items() if is_work(key)}, start, len(run) - start)
+
     def _add_step(self, step: int, time_s: float, marks: Any) -> None:
+        if self._rows.is_full:
+            self._take_rows()
         if isinstance(marks, list) and marks:
             self.run.marks[len(self.run.step)] = tuple(str(mark) for mark in marks)
         self.run.step.append(step)
@@ -319,15 +387,27 @@ class RunReader:
         if len(self.run.events) >= MAX_EVENTS:
             return f"an event beyond the first {MAX_EVENTS}"
         self.run.events.append(line)
+        peaks = self.run.turns[-1][1]
         if line.get("event") == "peak":
-            self.run.peaks[str(line.get("dtype"))] = line
-        elif line.get("event") == "device" and self.run.headers and isinstance(line.get("device"), str):
+            peaks[str(line.get("dtype"))] = line
+        elif line.get("event") == "device" and isinstance(line.get("device"), str):
             self.run.headers[-1] = replace(self.run.headers[-1], device=line["device"])  # moved after the start
+            kept = {dtype: peak for dtype, peak in peaks.items() if peak.get("device") == line["device"]}
+            self.run.turns.append((len(self.run), kept))
         return None
 
     def _summary(self, line: dict[str, Any]) -> str | None:
         self.run.summary = line
         return None
+
+
+def _put(columns: dict[str, array[float]], derived: Mapping[str, array[float]]) -> None:
+    """Put derived columns among those that were written, which stand where nothing can be derived."""
+    for key, values in derived.items():
+        written = columns.get(key)
+        if written is not None:
+            values = array("d", (old if new != new else new for new, old in zip(values, written, strict=True)))
+        columns[key] = values
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {

@@ -1,8 +1,8 @@
 """How do a million lines with metrics become columns, without looking at every value?
 
 The steps of a run have much the same keys. Once no new ones come, a parser is made for just those: it turns a line
-straight into a row of numbers and refuses whatever is unusual, which is then read with patience. Rows are dealt out to
-their columns many at a time.
+straight into a row of numbers and refuses whatever is unusual, which is then read with patience. Rows are made columns
+many at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from flopmeter.columns import LARGEST
+from flopmeter.columns import tamed_column
 
 MAX_WAITING = 1 << 17
-"""Values that wait to be dealt out to their columns."""
+"""Values that wait to be made columns."""
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -36,18 +36,20 @@ class StepLine(msgspec.Struct, Generic[Metrics], kw_only=True, forbid_unknown_fi
 
 
 class Rows:
-    """Fills columns, row by row. All of them are equally long after `deal`."""
+    """Takes rows, one by one, and gives them back as columns."""
 
-    def __init__(self, columns: dict[str, array[float]], max_columns: int) -> None:
-        self._columns = columns
+    def __init__(self, max_columns: int) -> None:
         self._max_columns = max_columns
         self._empty: dict[str, float] = {}  # the row of a step without metrics; its order is that of the columns
         self._pack = struct.Struct("").pack
         self._waiting: list[bytes] = []
-        self._max_waiting = MAX_WAITING
-        self._num_dealt = 0
         self._parser: msgspec.json.Decoder[StepLine[Any]] | None = None
         self._num_since_new_key = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many rows wait that they should be taken."""
+        return len(self._waiting) * len(self._empty) >= MAX_WAITING
 
     def parse(self, raw: bytes) -> StepLine[Any] | None:
         """A line of a step whose keys are known; None for any other line, or one that wants a closer look."""
@@ -65,8 +67,6 @@ class Rows:
         except (struct.error, OverflowError):
             row = self._pack(*map(number, values))
         self._waiting.append(row)
-        if len(self._waiting) >= self._max_waiting:
-            self.deal()
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> bool:
         """One more row with whatever keys and values; says whether there was a column for each of them."""
@@ -79,7 +79,7 @@ class Rows:
         return is_all
 
     def _learn(self, new: list[str]) -> None:
-        """Make columns for new keys; a parser once as many lines as there are keys brought no new one.
+        """Make room for new keys; a parser once as many lines as there are keys brought no new one.
 
         Not sooner: the more keys there are, the longer it takes to make.
         """
@@ -87,25 +87,17 @@ class Rows:
         if new:
             gap = array("d", [math.nan] * len(new)).tobytes()
             self._waiting = [row + gap for row in self._waiting]
-            for key in new:
-                self._empty[key] = math.nan
-                self._columns[key] = array("d", [math.nan]) * self._num_dealt
+            self._empty |= dict.fromkeys(new, math.nan)
             self._pack = struct.Struct(f"{len(self._empty)}d").pack
-            self._max_waiting = MAX_WAITING // len(self._empty)
             self._parser, self._num_since_new_key = None, 0
         elif self._num_since_new_key == len(self._empty) + 1:
             self._parser = _parser_for(list(self._empty))
 
-    def deal(self) -> None:
-        """Give each column its part of the rows that wait."""
+    def take(self) -> dict[str, array[float]]:
+        """The rows that wait, as columns that are equally long."""
         flat, width = array("d", b"".join(self._waiting)), len(self._empty)
-        for place, key in enumerate(self._empty):
-            values = flat[place::width]
-            if not sum(map(abs, values)) < LARGEST:  # or there is a NaN
-                values = array("d", [math.nan if LARGEST <= abs(value) < math.inf else value for value in values])
-            self._columns[key].extend(values)
-        self._num_dealt += len(self._waiting)
         self._waiting.clear()
+        return {key: tamed_column(flat[place::width]) for place, key in enumerate(self._empty)}
 
 
 def number(value: Any) -> float:

@@ -6,7 +6,6 @@ rank, FLOPs are summed, shares are means; the profiled steps are those of the lo
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -14,7 +13,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from flopmeter import __version__
-from flopmeter.metrics import Step, Window
+from flopmeter.columns import extend
+from flopmeter.metrics import Measured, as_row, derive, is_work
 from flopmeter.record import Header, Run
 from flopmeter.schema import PHASES
 from flopmeter.traces.counting import StepFlop
@@ -38,13 +38,16 @@ def make_run(trace: Trace) -> Run:
     first = trace.ranks[0]
     steps = [_JobStep(trace, number) for number in trace.numbers]
     header = _header(trace, steps[0])
-    run = Run(path=first.path, headers=[header], peaks=dict(header.peak), skipped=list(trace.notes))
-    for step in steps:
+    run = Run(path=first.path, headers=[header], turns=[(0, dict(header.peak))], skipped=list(trace.notes))
+    peaks = {dtype: peak.flop_per_s for dtype, peak in first.peaks.items()}
+    for place, step in enumerate(steps):
         run.step.append(step.number)
         run.time.append(step.end_s)
-        _put(run, step.metrics())
-    for column in run.columns.values():
-        column.extend([math.nan] * (len(run) - len(column)))
+        measured = step.measured()
+        metrics = {"global_step": float(step.number), **derive([measured], peaks)}
+        work = {key: value for key, value in as_row(measured).items() if is_work(key)}
+        for columns, row in ((run.columns, metrics), (run.work, work)):
+            extend(columns, {key: array("d", [value]) for key, value in row.items()}, place, 1)
     run.events = _events(trace, steps)
     run.summary = {"num_steps": len(steps)}
     return run
@@ -68,28 +71,17 @@ class _JobStep:
     def step_s(self) -> float:
         return max(time.step_s for time in self.times)
 
-    def metrics(self) -> dict[str, float]:
-        """The step's line in a run file."""
-        has_flop = not any(rank.mfu_reason for rank in self.ranks)
+    def measured(self) -> Measured:
+        """The step as a row of a run file would hold it: of times, the mean share of the ranks."""
+        ns = 1e9 * self.step_s
         exposed = fmean(time.exposed_communication_s / time.step_s for time in self.times)
-        step = Step(
-            step_s=self.step_s,
-            exposed_s=exposed * self.step_s,
-            model_flop=_summed([flop.model for flop in self.flops]) if has_flop else None,
-            hardware_flop=_summed([flop.hardware for flop in self.flops]) if has_flop else None,
-            phase_s=self._phases(),
-        )
-        peaks = {dtype: peak.flop_per_s for dtype, peak in self.ranks[0].peaks.items()}
-        return {"global_step": float(self.number), **Window([step]).compute(peaks, num_devices=len(self.ranks))}
-
-    def _phases(self) -> dict[str, float]:
-        """Mean shares of the ranks, in seconds of the job's step."""
-        shares = {
-            phase: fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
-            for phase in PHASES
-            if phase != "other"
-        }
-        return {phase: share * self.step_s for phase, share in shares.items()}
+        step: dict[str, Any] = {"ns": ns, "device_ns": ns * len(self.ranks), "exposed_communication_ns": exposed * ns}
+        for phase in PHASES[:-1]:
+            step[f"{phase}_ns"] = ns * fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
+        if not any(rank.mfu_reason for rank in self.ranks):
+            step["model_flop"] = _summed([flop.model for flop in self.flops])
+            step["hardware_flop"] = _summed([flop.hardware for flop in self.flops])
+        return step
 
 
 def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -111,13 +103,6 @@ def _header(trace: Trace, first_step: _JobStep) -> Header:
         convention="exact",
         versions={"flopmeter": __version__},
     )
-
-
-def _put(run: Run, metrics: Mapping[str, float]) -> None:
-    for key, value in metrics.items():
-        column = run.columns.setdefault(key, array("d"))
-        column.extend([math.nan] * (len(run) - 1 - len(column)))
-        column.append(value)
 
 
 def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:
