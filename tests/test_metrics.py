@@ -126,7 +126,7 @@ def test_the_95th_percentile_is_the_smallest_value_that_95_percent_do_not_exceed
 
 def test_running_means_are_those_of_all_steps_weighted_by_their_time() -> None:
     # 1 s at 50 % and 3 s at 10 %: (0.5 + 0.3) / 4 = 20 %; two steps in 4 s are 2 s each.
-    means = Means(["perf/mfu", "perf/hfu"])
+    means = Means("perf/mfu", "perf/hfu")
     means.add({"training/loss": 2.0})
     assert means.compute() == {}
     means.add({"perf/step_time": 1.0, "perf/mfu": 0.5})

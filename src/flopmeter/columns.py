@@ -95,13 +95,6 @@ def at(column: array[float], parts: Iterable[range]) -> array[float]:
     return values
 
 
-def extend(columns: dict[str, array[float]], more: Mapping[str, array[float]], num_before: int, num: int) -> None:
-    """Add `num` rows to those before; NaN where either lacks a column of the other."""
-    for key in dict.fromkeys((*columns, *more)):
-        column = columns.setdefault(key, array("d", [math.nan]) * num_before)
-        column.extend(more[key] if key in more else array("d", [math.nan]) * num)
-
-
 def tamed_column(values: array[float]) -> array[float]:
     """The column with NaN in place of every number beyond reason; the very same one where there is none."""
     if sum(map(abs, values)) < LARGEST:  # not so if there is a NaN

@@ -23,10 +23,11 @@ import operator
 import statistics
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, compress, repeat
+from functools import partialmethod
+from itertools import chain, compress, pairwise, repeat
 from typing import Any, TypeAlias
 
-from flopmeter.columns import LARGEST, extend, finite, number, tamed_column
+from flopmeter.columns import LARGEST, finite, number, tamed_column
 from flopmeter.schema import PHASES
 
 NEGLIGIBLE = 1e-4
@@ -39,12 +40,17 @@ UTILISATIONS = (*FLOP.values(), "perf/mfu_percent")
 _SHARES = {f"{phase}_ns": f"perf/{phase}_share" for phase in PHASES if phase != "other"}
 ROW = "."
 """Stands before the names of these numbers in a row, where they are among the user's own."""
-_WORK = frozenset(ROW + kind for kind in FLOP)
 MEASURED = frozenset(ROW + name for name in ("ns", *_SHARES, "exposed_communication_ns", *COUNTS))
 """What rates and shares are derived from, as rows call it."""
+DEVICE_NS = f"{ROW}device_ns"
+WORK = (DEVICE_NS, *(f"{ROW}{kind}/" for kind in FLOP))
+"""How the names of what utilisations are derived from begin."""
 _OF_STEPS = ("perf/step_time", "perf/model_flop")
 """Metrics that are so much a step; all others are weighted by the time of the steps."""
 
+Columns: TypeAlias = "dict[str, array[float]]"
+Parts: TypeAlias = tuple[Sequence[float], Sequence[float]]
+Turns: TypeAlias = Sequence[tuple[int, Mapping[str, float]]]
 Measured: TypeAlias = Mapping[str, Any]
 """A step, or several of them added up; or `Column`s in place of the numbers."""
 
@@ -57,25 +63,15 @@ class Column:
     def __init__(self, values: Iterable[float]) -> None:
         self.values = array("d", values)
 
-    def _with(self, other: Number, operation: Callable[[float, float], float]) -> Column:
-        return Column(map(operation, self.values, other.values if isinstance(other, Column) else repeat(other)))
+    def each(self, operation: Callable[[float, float], float], other: Any) -> Column:
+        """The operation on each of them and the other: a column, too, or one number."""
+        others = other.values if isinstance(other, Column) else repeat(other)
+        return Column(list(map(operation, self.values, others)))  # an array is made of a list in half the time
 
-    def __add__(self, other: Number) -> Column:
-        return self._with(other, operator.add)
-
-    def __sub__(self, other: Number) -> Column:
-        return self._with(other, operator.sub)
-
-    def __mul__(self, other: Number) -> Column:
-        return self._with(other, operator.mul)
-
-    def __truediv__(self, other: float) -> Column:
-        return self._with(other, operator.truediv)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-Number: TypeAlias = float | Column
+    __add__ = __radd__ = partialmethod(each, operator.add)
+    __sub__ = partialmethod(each, operator.sub)
+    __mul__ = __rmul__ = partialmethod(each, operator.mul)
+    __truediv__ = partialmethod(each, operator.truediv)
 
 
 def derive(steps: Sequence[Measured], peaks: Mapping[str, float]) -> dict[str, float]:
@@ -88,14 +84,15 @@ def derive(steps: Sequence[Measured], peaks: Mapping[str, float]) -> dict[str, f
     """
     if not steps:
         return {}
-    total = steps[0] if len(steps) == 1 else _added_up(steps)
+    total = steps[0] if len(steps) == 1 else add_up(steps)
     found = rates(total, len(steps)) | utilisations(total, peaks, len(steps))
     for unknown in [key for key, value in found.items() if value != value]:
         del found[unknown]
     return found
 
 
-def _added_up(steps: Sequence[Measured]) -> Measured:
+def add_up(steps: Sequence[Measured]) -> Measured:
+    """Steps as one; what is not known of every one of them is left out."""
     total: dict[str, Any] = {}
     for key in set(steps[0]).intersection(*steps):
         values = [step[key] for step in steps]
@@ -112,7 +109,7 @@ def rates(step: Measured, num_steps: int = 1) -> dict[str, Any]:
     left = step["ns"]
     per_ns = _one_over(left)
     per_s = per_ns * 1e9
-    found = {"perf/step_time": left / 1e9 / num_steps, "perf/steps_per_second": per_s * num_steps}
+    found = {"perf/step_time": left / (1e9 * num_steps), "perf/steps_per_second": per_s * num_steps}
     found |= {f"perf/{name}_per_second": step[name] * per_s for name in COUNTS if name in step}
     for name, key in _SHARES.items():
         if name in step:
@@ -147,24 +144,25 @@ def utilisation(flop: Mapping[str, float], peaks: Mapping[str, float], wall_s: f
 
 def _ideal_s(flop: Mapping[str, Any], peaks: Mapping[str, float]) -> Any:
     """Seconds that the FLOPs take at the peaks of their dtypes."""
-    total = sum(flop.values())
+    total = sum(flop.values()) if not flop.keys() <= peaks.keys() else 0.0
     ideal_s: Any = 0.0
     for dtype, amount in flop.items():
         peak = peaks.get(dtype)
-        ideal_s = amount / peak + ideal_s if peak else _nothing_if_little(amount, total) + ideal_s
+        part_s = amount / peak if peak else _nothing_if_little(amount, total)
+        ideal_s = part_s + ideal_s if len(flop) > 1 else part_s
     return ideal_s
 
 
 def _nothing_if_little(amount: Any, total: Any) -> Any:
     if isinstance(amount, Column):
-        return amount._with(total, _nothing_if_little)
+        return amount.each(_nothing_if_little, total)
     return 0.0 if amount <= NEGLIGIBLE * total else math.nan
 
 
 def _one_over(number: Any) -> Any:
     """NaN where it is not above 0."""
     if isinstance(number, Column):
-        return Column(map(_one_over, number.values))
+        return Column([1 / value if value > 0 else math.nan for value in number.values])
     return 1 / number if number > 0 else math.nan
 
 
@@ -180,50 +178,57 @@ def as_row(step: Measured) -> dict[str, float]:
     return row
 
 
-def is_work(key: str) -> bool:
-    """Whether a row's number is one that utilisations are derived from."""
-    return key == f"{ROW}device_ns" or key.partition("/")[0] in _WORK
-
-
 def flop_per_s(peaks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The peaks of a record that can be ones, by dtype."""
     found = {dtype: number(peak.get("flop_per_s"), LARGEST) for dtype, peak in peaks.items()}
     return {dtype: peak for dtype, peak in found.items() if peak > 0}
 
 
-def rate_columns(rows: Mapping[str, array[float]]) -> dict[str, array[float]]:
-    """What follows from the times and counts of rows, by metric; nothing where there are none."""
-    step = {key.removeprefix(ROW): Column(values) for key, values in rows.items() if key in MEASURED}
-    return {key: tamed_column(column.values) for key, column in rates(step).items()} if "ns" in step else {}
-
-
-def utilisation_columns(
-    rows: Mapping[str, array[float]], step_s: array[float], turns: Sequence[tuple[int, Mapping[str, float]]]
-) -> dict[str, array[float]]:
-    """What follows from the FLOPs of rows, by metric; nothing where there are none, or no peak is known.
+def rate_columns(rows: Mapping[str, array[float]], time: array[float], starts: Sequence[int]) -> Columns:
+    """What follows from the times and counts of rows, by metric; nothing where they hold none.
 
     Args:
-        turns: Places in the columns, and the peaks that the rows from there on are held against.
+        rows: What rows hold, as columns.
+        time: When each of them ended.
+        starts: Positions of the first row after each start of the run.
     """
-    found: dict[str, array[float]] = {}
-    stops = [*(place for place, _ in turns[1:]), len(step_s)]
-    for (start, peaks), stop in zip(turns, stops, strict=True):
+    step = {key.removeprefix(ROW): Column(values) for key, values in rows.items() if key in MEASURED}
+    if "ns" not in step:
+        return {}
+    found = rates(step)
+    step_s, goodput = found["perf/step_time"].values, Column(())
+    for start, stop in pairwise([*starts, len(time)]):
+        goodput.values.extend(map(GoodputSoFar().add, time[start:stop], step_s[start:stop]))
+    found["perf/goodput"] = goodput
+    return {key: tamed_column(column.values) for key, column in found.items()}
+
+
+def utilisation_columns(work: Columns, step_s: array[float], turns: Turns) -> Columns:
+    """What follows from the FLOPs of rows, by metric; NaN where a row has none, or a peak is not known.
+
+    Args:
+        work: What rows hold of it, as columns.
+        turns: Positions, and the peaks that the rows from there on are held against.
+    """
+    found: Columns = {}
+    for (start, peaks), stop in zip(turns, [*(place for place, _ in turns[1:]), len(step_s)], strict=True):
         step: dict[str, Any] = {"ns": Column(step_s[start:stop]) * 1e9}
-        for key, values in rows.items():
-            name, _, dtype = key.removeprefix(ROW).partition("/")
-            step.setdefault(name, {})[dtype] = values[start:stop]
-        if "device_ns" in step:
-            pairs = zip(step["device_ns"][""], step["ns"].values, strict=True)
+        for kind in FLOP:
+            prefix = f"{ROW}{kind}/"
+            dtypes = {key.removeprefix(prefix): key for key in work if key.startswith(prefix)}
+            if dtypes:
+                step[kind] = _by_dtype({dtype: work[key][start:stop] for dtype, key in dtypes.items()})
+        if DEVICE_NS in work:
+            pairs = zip(work[DEVICE_NS][start:stop], step["ns"].values, strict=True)
             step["device_ns"] = Column(ns if of_job != of_job else of_job for of_job, ns in pairs)
-        step |= {kind: _by_dtype(step[kind]) for kind in FLOP if kind in step}
-        columns = {key: tamed_column(column.values) for key, column in utilisations(step, peaks).items()}
-        extend(found, columns, start, stop - start)
+        for key, column in utilisations(step, peaks).items():
+            found.setdefault(key, array("d")).extend(tamed_column(column.values))
     return {key: values for key, values in found.items() if any(map(math.isfinite, values))}
 
 
-def _by_dtype(flop: Mapping[str, array[float]]) -> dict[str, Column]:
+def _by_dtype(flop: Columns) -> dict[str, Column]:
     """A dtype that a row does not name did nothing in it; a row that names none is unknown."""
-    if len(flop) == 1 or not any(math.isnan(sum(values)) for values in flop.values()):
+    if len(flop) == 1:
         return {dtype: Column(values) for dtype, values in flop.items()}
     least = [0.0 if any(value == value for value in row) else math.nan for row in zip(*flop.values(), strict=True)]
     return {
@@ -240,42 +245,34 @@ class GoodputSoFar:
         self._steps_s = 0.0
 
     def add(self, time_s: float, step_s: float) -> float:
-        """Take a step that ended then; NaN for the first one."""
-        if not math.isfinite(time_s - step_s):
-            return math.nan
+        """Take a step that ended then; NaN for the first one, which has nothing before it."""
         self._steps_s += step_s
         if math.isnan(self._begin_s):
             self._begin_s = time_s - step_s
             return math.nan
-        wall_s = time_s - self._begin_s
-        return self._steps_s / wall_s if wall_s > 0 else math.nan
+        return float(self._steps_s * _one_over(time_s - self._begin_s))
 
 
 class Means:
     """Step time and other metrics over steps that come one by one, weighted by step time; running sums, no list."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, *keys: str) -> None:
         self.num_steps = 0
-        self._wall_s = 0.0
-        self._sums = {key: [0.0, 0.0] for key in keys}
+        self._sums = {key: [0.0, 0.0] for key in ("perf/step_time", *keys)}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Take in one step."""
+        """Take in one step; without a duration it does not count."""
         step_s = metrics.get("perf/step_time")
-        if step_s is None:
-            return
-        self.num_steps += 1
-        self._wall_s += step_s
+        self.num_steps += step_s is not None
         for key, sums in self._sums.items():
-            value = metrics.get(key)
-            if value is not None:
-                sums[0] += value * step_s
-                sums[1] += step_s
+            if step_s is not None and (value := metrics.get(key)) is not None:
+                weight = 1.0 if key in _OF_STEPS else step_s
+                sums[0] += value * weight
+                sums[1] += weight
 
     def compute(self) -> dict[str, float]:
         """What is known of each."""
-        result = {key: total / wall_s for key, (total, wall_s) in self._sums.items() if wall_s > 0}
-        return {**result, "perf/step_time": self._wall_s / self.num_steps} if self.num_steps else result
+        return {key: above / below for key, (above, below) in self._sums.items() if below > 0}
 
 
 def summarise(columns: Mapping[str, Sequence[float]], steady: Sequence[int]) -> dict[str, float]:
@@ -295,42 +292,25 @@ def summarise(columns: Mapping[str, Sequence[float]], steady: Sequence[int]) -> 
         "step_time_median_s": statistics.median(ordered),
         "step_time_p95_s": ordered[math.ceil(0.95 * len(ordered)) - 1],
     }
-    for key, values in columns.items():
+    for key in columns:
         if key.startswith("perf/") and key not in (*_OF_STEPS, "perf/steps_per_second"):
-            mean = _time_weighted(_at(values, steady), step_s)
-            if mean is not None:
+            above, below = parts(columns, key, steady)
+            if len(below) and math.isfinite(mean := sum(above) / sum(below)):
                 result[key] = mean
     return result
 
 
-def parts(
-    columns: Mapping[str, Sequence[float]], key: str, places: Iterable[int], limit: float
-) -> tuple[list[float], list[float]]:
+def parts(columns: Mapping[str, Sequence[float]], key: str, places: Sequence[int], limit: float = LARGEST) -> Parts:
     """What a metric over many steps is a sum over a sum of, step by step; a step that lacks either is left out."""
-    values, step_s = columns.get(key, ()), columns.get("perf/step_time", ())
-    above, below = [], []
-    for place in places if values and step_s else ():
-        value, weight = values[place], 1.0 if key in _OF_STEPS else step_s[place]
-        if abs(value) < limit and 0 < weight < limit:
-            above.append(value * weight)
-            below.append(weight)
-    return above, below
+    values = _at(columns[key], places)
+    below = array("d", [1.0]) * len(values) if key in _OF_STEPS else _at(columns["perf/step_time"], places)
+    above = array("d", map(operator.mul, values, below))
+    if sum(map(abs, above)) < limit and sum(below) < limit and min(below, default=0.0) > 0:
+        return above, below
+    is_known = bytes(abs(a) < limit and 0 < b < limit for a, b in zip(above, below, strict=True))
+    return array("d", compress(above, is_known)), array("d", compress(below, is_known))
 
 
 def _at(values: Sequence[float], places: Sequence[int]) -> Sequence[float]:
     """The values at these places; not a copy where all are meant, for a run may have a million steps."""
     return values if len(values) == len(places) else array("d", map(values.__getitem__, places))
-
-
-def _time_weighted(values: Sequence[float], step_s: Sequence[float]) -> float | None:
-    mean = _weighted(values, step_s)
-    if not math.isfinite(mean):
-        is_known = bytes(map(operator.and_, map(math.isfinite, values), map(math.isfinite, step_s)))
-        mean = _weighted(compress(values, is_known), array("d", compress(step_s, is_known)))
-    return mean if math.isfinite(mean) else None
-
-
-def _weighted(values: Iterable[float], weights: Sequence[float]) -> float:
-    """NaN as soon as one of them is."""
-    total = sum(weights)
-    return sum(map(operator.mul, values, weights)) / total if total > 0 else math.nan

@@ -76,7 +76,8 @@ def figures_of(run: Run, ratios: Mapping[str, Ratio]) -> dict[str, float | None]
 
 def ratios_of(run: Run) -> Mapping[str, Ratio]:
     """The figures whose noise the steps can tell, as sums over steps."""
+    columns, steady = {"perf/step_time": run.column("perf/step_time"), **run.columns}, run.steady()
     names = (*(_OF_STEPS & {key.removeprefix("perf/") for key in run.columns}), "step_time")
-    ratios = {name: Ratio(*parts(run.columns, f"perf/{name}", run.steady(), LARGEST)) for name in names}
+    ratios = {name: Ratio(*map(list, parts(columns, f"perf/{name}", steady, LARGEST))) for name in names}
     ratios["steps_per_second"] = Ratio(ratios["step_time"].below, ratios["step_time"].above)
     return ratios

@@ -218,7 +218,7 @@ class Digest:
     def latest(self) -> dict[str, float]:
         """The aggregate since the last call, from any thread; at most of the last `MAX_UNASKED` steps."""
         steps, self._since_asked = self._since_asked, deque(maxlen=MAX_UNASKED)
-        return self._derived(list(steps))
+        return self._derived(list(steps.copy()))  # another thread may still be adding to it
 
     def _due(self, num_steps: int, own: Mapping[str, float]) -> dict[str, float] | None:
         """What the sinks get now: the basics at their rate, the details at theirs.
@@ -240,11 +240,9 @@ class Digest:
         ranks = self.ranks
         if ranks is None:
             return step
-        is_counted = self.source is not None and self.source.has_count
-        if not is_counted:  # the closed form reads whole shapes
+        if self.source is None or not self.source.has_count:  # the closed form reads whole shapes
             step = scaled(step, 1 / ranks.layout.num_split)
-        told = rank_step(item.index, step, time_, item.blocked_ns, self.source, is_counted=is_counted)
-        ranks.add(told, is_typical=not item.marks)
+        ranks.add(rank_step(item, step, time_, self.source), is_typical=not item.marks)
         return scaled(step, 1.0, ranks.scale) if ranks.is_writer else step
 
     def _measured(self, item: StepRecord, time_: StepTime) -> Measured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from flopmeter.timing.cuda import waits_of
 
 if TYPE_CHECKING:
     from flopmeter.distributed import Emit
+    from flopmeter.monitor.digest import StepRecord
     from flopmeter.monitor.measuring import FlopSource
     from flopmeter.monitor.tracker import StepTracker
 
@@ -108,24 +109,16 @@ def _device_name(model: nn.Module | None) -> str:
     return device_uuid(device) or str(device)
 
 
-def rank_step(
-    index: int,
-    step: Measured,
-    time_: StepTime,
-    blocked_ns: Sequence[int] | None,
-    source: FlopSource | None,
-    *,
-    is_counted: bool,
-) -> RankStep:
+def rank_step(item: StepRecord, step: Measured, time_: StepTime, source: FlopSource | None) -> RankStep:
     """What this rank tells the others of a step. FLOPs that are only estimated are kept, unless that is the mode."""
     peaks = source.peaks if source is not None else {}
-    is_told = source is not None and (is_counted or source.mode == "estimate")
+    is_told = source is not None and (source.has_count or source.mode == "estimate")
     flop = step.get("model_flop") if is_told else None
     return RankStep(
-        index,
+        item.index,
         time_.step_ns / 1e9,
         [ns / 1e9 for ns in time_.phase_ns],
-        None if blocked_ns is None else [ns / 1e9 for ns in blocked_ns],
+        None if item.blocked_ns is None else [ns / 1e9 for ns in item.blocked_ns],
         None if flop is None else sum(flop.values()),
         None if flop is None else utilisation(flop, peaks, 1.0),
         step.get("tokens_processed"),
@@ -139,15 +132,15 @@ def scaled(step: Measured, flop: float, scale: JobScale | None = None) -> Measur
     Args:
         flop: Factor of the FLOPs on top of the job's.
     """
-    factors = {}
+    job = dict(step)
     if scale is not None:
         flop *= scale.flop
         factors = {"tokens": scale.tokens, "tokens_processed": scale.tokens, "samples": scale.samples}
-    job: dict[str, Any] = {name: round(factors[name] * step[name]) for name in factors if name in step}
-    job |= {"device_ns": step["ns"] * scale.devices} if scale is not None else {}
+        job |= {name: round(factor * step[name]) for name, factor in factors.items() if name in step}
+        job["device_ns"] = scale.devices * step["ns"]
     for kind in FLOP.keys() & step.keys():
         job[kind] = {dtype: flop * amount for dtype, amount in step[kind].items()}
-    return {**step, **job}
+    return job
 
 
 def note_of(count: FlopCount, workload: Workload) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Sampling:
         self._every = config.details_every
         self._garbage = GarbageWatch()
         self._regime = RegimeDetector()
-        self._interval = Means(("perf/mfu",))
+        self._interval = Means("perf/mfu")
         self._interval_start = 0
         self._last_reason: str | None = None
         self._is_listening = False
@@ -150,7 +150,7 @@ class Sampling:
 
     def _end_interval(self) -> None:
         mfu = self._interval.compute().get("perf/mfu")
-        self._interval = Means(("perf/mfu",))
+        self._interval = Means("perf/mfu")
         self._tell_garbage()
         if mfu is None:
             return

@@ -8,7 +8,7 @@ import operator
 import os
 import stat
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -17,21 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
 import msgspec
-from msgspec.structs import astuple
 
-from flopmeter.columns import extend, open_regular, stretches, tamed
+from flopmeter.columns import open_regular, stretches, tamed
 from flopmeter.errors import RecordError
-from flopmeter.metrics import (
-    MEASURED,
-    UTILISATIONS,
-    GoodputSoFar,
-    flop_per_s,
-    is_work,
-    rate_columns,
-    summarise,
-    utilisation_columns,
-)
-from flopmeter.record.rows import Rows, number
+from flopmeter.metrics import MEASURED, UTILISATIONS, WORK, flop_per_s, rate_columns, summarise, utilisation_columns
+from flopmeter.record.rows import Rows, number, usual_step
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -136,7 +126,7 @@ class Run:
         """
         told = {"device": self.header.device, "source": "user", "note": "stated when the run was read"}
         stated = {dtype: {**told, "flop_per_s": peak} for dtype, peak in peaks.items()}
-        turns = [(place, {**found, **stated}) for place, found in self.turns]
+        turns = [(place, {**found, **stated}) for place, found in self.turns or [(0, {})]]
         run = replace(self, turns=turns, columns={k: v for k, v in self.columns.items() if k not in UTILISATIONS})
         run._derive()
         if self.summary is not None:
@@ -144,10 +134,9 @@ class Run:
         return run
 
     def _derive(self) -> None:
-        """Make what follows from FLOPs and peaks anew; a step without FLOPs keeps what it has."""
-        if self.work:
-            turns = [(place, flop_per_s(peaks)) for place, peaks in self.turns]
-            _put(self.columns, utilisation_columns(self.work, self.column("perf/step_time"), turns))
+        """Make what follows from FLOPs and peaks."""
+        turns = [(place, flop_per_s(peaks)) for place, peaks in self.turns]
+        self.columns |= utilisation_columns(self.work, self.column("perf/step_time"), turns)
 
     def sum_up(self) -> dict[str, float]:
         """The newest start in a few numbers."""
@@ -261,15 +250,8 @@ class RunReader:
         self._num_lines = 0
         self._has_overlong = False
         self._bad: dict[str, list[int]] = {}
-        self._rows = Rows(MAX_COLUMNS)
-        self._goodput = GoodputSoFar()
-        self._num_taken = 0
-        self._on_kind: dict[str, Callable[[dict[str, Any]], str | None]] = {
-            "header": self._header,
-            "step": self._step,
-            "event": self._event,
-            "summary": self._summary,
-        }
+        self._written: dict[str, array[float]] = {}
+        self._rows = Rows(self._written, MAX_COLUMNS)
 
     def read(self, file: BinaryIO) -> Run:
         """Read a whole file.
@@ -288,7 +270,7 @@ class RunReader:
     def take(self, raw: bytes) -> bool:
         """Read one more line, and say whether it is sound; what is wrong with it will be in `Run.skipped`."""
         self._num_lines += 1
-        problem = None if self._is_taken_as_usual(raw) else self._taken(raw)
+        problem = self._taken(raw)
         if problem:
             self._bad.setdefault(problem, []).append(self._num_lines)
         return not problem
@@ -300,23 +282,23 @@ class RunReader:
 
     def settle(self) -> None:
         """Derive what follows from the rows so far, and name what was skipped; more lines may follow."""
-        self._take_rows()
-        self.run._derive()
+        self._rows.deal()
+        run, rows = self.run, self._written
+        run.work = {key: values for key, values in rows.items() if key.startswith(WORK)}
+        run.columns = {key: rows[key] for key in rows if key not in MEASURED and key not in run.work}
+        if found := rate_columns(rows, run.time, run.starts):
+            run.columns |= {"global_step": array("d", run.step), **found}
+        if run.work:
+            run._derive()
         self.run.skipped.clear()
         for problem, numbers in self._bad.items():
             others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
 
-    def _is_taken_as_usual(self, raw: bytes) -> bool:
-        """Whether it was a step like those before it, which are nearly all lines of a long run."""
-        line = self._rows.parse(raw) if len(raw) <= MAX_LINE_BYTES else None
-        if line is None or not _is_step_number(line.step):
-            return False
-        self._add_step(line.step, line.time, line.marks)
-        self._rows.add(astuple(line.metrics))
-        return True
-
     def _taken(self, raw: bytes) -> str | None:
+        usual = usual_step(raw) if self.run.headers and len(raw) <= MAX_LINE_BYTES else None
+        if usual is not None and _is_step_number(usual.step):  # as nearly all lines of a long run are
+            return self._add_step(usual.step, usual.time, usual.marks, usual.metrics)
         if not raw.strip():
             return None
         if len(raw) > MAX_LINE_BYTES:
@@ -326,12 +308,17 @@ class RunReader:
             line = _parse(raw)
         except (ValueError, RecursionError):
             return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
-        handler = self._on_kind.get(str(line.get("kind"))) if isinstance(line, dict) else None
-        if handler is None:
+        if not isinstance(line, dict) or line.get("kind") not in ("header", "step", "event", "summary"):
             return "of no known kind"
         if not self.run.headers and line["kind"] != "header":
             return "before any header"
-        return handler(line if line["kind"] == "step" else tamed(line))  # metrics of steps are tamed column by column
+        # Metrics of steps are tamed column by column.
+        return self.put(line if line["kind"] == "step" else tamed(line))
+
+    def put(self, line: dict[str, Any]) -> str | None:
+        """Take one more line that is read already, of a known kind, and say what is wrong with it."""
+        problem: str | None = getattr(self, f"_{line['kind']}")(line)
+        return problem
 
     def _header(self, line: dict[str, Any]) -> str | None:
         schema = line.get("schema")
@@ -346,8 +333,6 @@ class RunReader:
             if isinstance(value, kind) and not isinstance(value, bool):
                 known[name] = value
         header = Header(**known)
-        self._take_rows()
-        self._goodput = GoodputSoFar()
         self.run.headers.append(header)
         peaks = {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
         self.run.turns.append((len(self.run), peaks))
@@ -359,29 +344,15 @@ class RunReader:
         step, metrics = line.get("step"), line.get("metrics")
         if not _is_step_number(step) or not isinstance(metrics, dict):
             return "a step without number or metrics"
-        self._add_step(step, number(line.get("time")), line.get("marks"))
-        return None if self._rows.add_metrics(metrics) else f"with metrics beyond the first {MAX_COLUMNS}"
+        numbers = {key: number(value) for key, value in metrics.items()}
+        return self._add_step(step, number(line.get("time")), line.get("marks"), numbers)
 
-    def _take_rows(self) -> None:
-        """Make columns of the rows that wait."""
-        run, rows, start = self.run, self._rows.take(), self._num_taken
-        self._num_taken = len(run)
-        found = rate_columns(rows)
-        if found:
-            found["global_step"] = array("d", run.step[start:])
-            found["perf/goodput"] = array("d", map(self._goodput.add, run.time[start:], found["perf/step_time"]))
-        columns = {key: values for key, values in rows.items() if key not in MEASURED and not is_work(key)}
-        _put(columns, found)
-        extend(run.columns, columns, start, len(run) - start)
-        extend(run.work, {key: values for key, values in rows.items() if is_work(key)}, start, len(run) - start)
-
-    def _add_step(self, step: int, time_s: float, marks: Any) -> None:
-        if self._rows.is_full:
-            self._take_rows()
+    def _add_step(self, step: int, time_s: float, marks: Any, metrics: Mapping[str, Any]) -> str | None:
         if isinstance(marks, list) and marks:
             self.run.marks[len(self.run.step)] = tuple(str(mark) for mark in marks)
         self.run.step.append(step)
         self.run.time.append(time_s)
+        return None if self._rows.add(metrics) else f"with metrics beyond the first {MAX_COLUMNS}"
 
     def _event(self, line: dict[str, Any]) -> str | None:
         if len(self.run.events) >= MAX_EVENTS:
@@ -399,15 +370,6 @@ class RunReader:
     def _summary(self, line: dict[str, Any]) -> str | None:
         self.run.summary = line
         return None
-
-
-def _put(columns: dict[str, array[float]], derived: Mapping[str, array[float]]) -> None:
-    """Put derived columns among those that were written, which stand where nothing can be derived."""
-    for key, values in derived.items():
-        written = columns.get(key)
-        if written is not None:
-            values = array("d", (old if new != new else new for new, old in zip(values, written, strict=True)))
-        columns[key] = values
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {

@@ -35,7 +35,7 @@ class Sink:
         self._first_s: float | None = None
         self._last_s = 0.0
         self._is_line_open = False
-        self._since = Means(_RATES)
+        self._since = Means(*_RATES)
         self._unshown: tuple[int, Mapping[str, float]] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -60,7 +60,7 @@ class Sink:
             self._is_line_open = False
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
-        means, self._since, self._unshown = self._since.compute(), Means(_RATES), None
+        means, self._since, self._unshown = self._since.compute(), Means(*_RATES), None
         self._write(format_line(step, {**metrics, **means}, self._width()))
 
     def _interval_s(self, run_s: float) -> float:

@@ -6,17 +6,15 @@ rank, FLOPs are summed, shares are means; the profiled steps are those of the lo
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from flopmeter import __version__
-from flopmeter.columns import extend
-from flopmeter.metrics import Measured, as_row, derive, is_work
-from flopmeter.record import Header, Run
-from flopmeter.schema import PHASES
+from flopmeter.metrics import Measured, add_up, as_row
+from flopmeter.record import Run
+from flopmeter.record.reader import RunReader
+from flopmeter.schema import PHASES, SCHEMA_VERSION
 from flopmeter.traces.counting import StepFlop
 from flopmeter.traces.kernels import Work
 from flopmeter.traces.rank import MIN_COVERAGE, RankTrace
@@ -35,22 +33,17 @@ _FLOP_PHASES = ("forward", "backward", "recompute", "optimizer")
 
 def make_run(trace: Trace) -> Run:
     """The run that the trace could have been."""
-    first = trace.ranks[0]
     steps = [_JobStep(trace, number) for number in trace.numbers]
-    header = _header(trace, steps[0])
-    run = Run(path=first.path, headers=[header], turns=[(0, dict(header.peak))], skipped=list(trace.notes))
-    peaks = {dtype: peak.flop_per_s for dtype, peak in first.peaks.items()}
-    for place, step in enumerate(steps):
-        run.step.append(step.number)
-        run.time.append(step.end_s)
-        measured = step.measured()
-        metrics = {"global_step": float(step.number), **derive([measured], peaks)}
-        work = {key: value for key, value in as_row(measured).items() if is_work(key)}
-        for columns, row in ((run.columns, metrics), (run.work, work)):
-            extend(columns, {key: array("d", [value]) for key, value in row.items()}, place, 1)
-    run.events = _events(trace, steps)
-    run.summary = {"num_steps": len(steps)}
-    return run
+    reader = RunReader(trace.ranks[0].path)
+    reader.put(_header(trace, steps[0]))
+    for step in steps:
+        reader.put({"kind": "step", "step": step.number, "time": step.end_s, "metrics": as_row(step.measured())})
+    for event in _events(trace, steps):
+        reader.put(event)
+    reader.put({"kind": "summary", "num_steps": len(steps)})
+    reader.settle()
+    reader.run.skipped.extend(trace.notes)
+    return reader.run
 
 
 class _JobStep:
@@ -79,30 +72,24 @@ class _JobStep:
         for phase in PHASES[:-1]:
             step[f"{phase}_ns"] = ns * fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
         if not any(rank.mfu_reason for rank in self.ranks):
-            step["model_flop"] = _summed([flop.model for flop in self.flops])
-            step["hardware_flop"] = _summed([flop.hardware for flop in self.flops])
+            step |= add_up([{"model_flop": flop.model, "hardware_flop": flop.hardware} for flop in self.flops])
         return step
 
 
-def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for dtype, flop in chain.from_iterable(part.items() for part in parts):
-        total[dtype] = total.get(dtype, 0.0) + flop
-    return total
-
-
-def _header(trace: Trace, first_step: _JobStep) -> Header:
+def _header(trace: Trace, first_step: _JobStep) -> dict[str, Any]:
     first = trace.ranks[0]
-    return Header(
-        run_id=first.path.name,
-        started_at=first_step.end_s - first_step.step_s,
-        world_size=max(first.world_size or 1, len(trace.ranks)),
-        device="cpu" if first.is_cpu else first.device,
-        peak={dtype: peak.as_record() for dtype, peak in first.peaks.items()},
-        mode="trace",
-        convention="exact",
-        versions={"flopmeter": __version__},
-    )
+    return {
+        "kind": "header",
+        "schema": SCHEMA_VERSION,
+        "run_id": first.path.name,
+        "started_at": first_step.end_s - first_step.step_s,
+        "world_size": max(first.world_size or 1, len(trace.ranks)),
+        "device": "cpu" if first.is_cpu else first.device,
+        "peak": {dtype: peak.as_record() for dtype, peak in first.peaks.items()},
+        "mode": "trace",
+        "convention": "exact",
+        "versions": {"flopmeter": __version__},
+    }
 
 
 def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:
