@@ -138,7 +138,7 @@ def utilisation(flop: Mapping[str, float], peaks: Mapping[str, float], wall_s: f
     None when a dtype that did work worth mentioning has no known peak. Never clipped: above 1 means a wrong peak, dtype
     or count.
     """
-    share = _ideal_s(flop, peaks) * _one_over(wall_s)
+    share = _ideal_s(flop, peaks) / wall_s if wall_s > 0 else math.nan
     return share if share == share else None
 
 

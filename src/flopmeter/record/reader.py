@@ -122,7 +122,8 @@ class Run:
     def derived(self, peaks: Mapping[str, float]) -> Run:
         """The same run held against other peaks, in FLOP/s by dtype; those that are not given stay.
 
-        A step whose FLOPs are not in the record has no MFU then.
+        A step whose FLOPs are not in the record has no MFU then. Events stay as they were recorded: one that tells of a
+        fall in MFU names that of the old peaks.
         """
         told = {"device": self.header.device, "source": "user", "note": "stated when the run was read"}
         stated = {dtype: {**told, "flop_per_s": peak} for dtype, peak in peaks.items()}
