@@ -27,7 +27,7 @@ from functools import partialmethod
 from itertools import chain, compress, pairwise, repeat
 from typing import Any, TypeAlias
 
-from flopmeter.columns import LARGEST, finite, number, tamed_column
+from flopmeter.columns import LARGEST, finite, known, tamed_column
 from flopmeter.schema import PHASES
 
 NEGLIGIBLE = 1e-4
@@ -180,8 +180,8 @@ def as_row(step: Measured) -> dict[str, float]:
 
 def flop_per_s(peaks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The peaks of a record that can be ones, by dtype."""
-    found = {dtype: number(peak.get("flop_per_s"), LARGEST) for dtype, peak in peaks.items()}
-    return {dtype: peak for dtype, peak in found.items() if peak > 0}
+    found = {dtype: known([peak.get("flop_per_s")], LARGEST) for dtype, peak in peaks.items()}
+    return {dtype: rates[0] for dtype, rates in found.items() if rates and rates[0] > 0}
 
 
 def rate_columns(rows: Mapping[str, array[float]], time: array[float], starts: Sequence[int]) -> Columns:
