@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from flopmeter.metrics import as_row
 from flopmeter.schema import PHASES, RUN_FILE, SCHEMA_VERSION
 from outcome import add_record_option, finish
 
@@ -68,29 +69,26 @@ def event(kind: str, time_s: float, step: int, **fields: Any) -> Line:
 
 
 def step_line(step: int, time_s: float, step_s: float, marks: list[str]) -> Line:
-    mfu = MODEL_FLOP / PEAK_FLOP_PER_S / step_s
-    shares = dict.fromkeys((f"perf/{phase}_share" for phase in PHASES), 1 / len(PHASES))
+    ns = round(1e9 * step_s)
+    measured = {
+        "ns": ns,
+        **dict.fromkeys((f"{phase}_ns" for phase in PHASES[:-1]), ns // len(PHASES)),
+        "tokens": 16384,
+        "tokens_processed": 16384,
+        "samples": 2,
+        "model_flop": {"bf16": MODEL_FLOP},
+        "hardware_flop": {"bf16": 1.1 * MODEL_FLOP},
+        "processed_flop": {"bf16": MODEL_FLOP},
+    }
     metrics = {
-        "global_step": step,
         "training/epoch": 0,
         "training/lr": 3e-4,
         "training/loss": 2.0 + 1 / step_s,
         "training/grad_norm": 1.0,
         **(dataset_metrics(step) if step % 50 == 0 else {}),
         "perf/overhead_share": 0.001,
-        "perf/goodput": 0.98,
         "perf/flop_error": 0.0,
-        "perf/step_time": step_s,
-        "perf/steps_per_second": 1 / step_s,
-        "perf/tokens_per_second": 16384 / step_s,
-        "perf/tokens_processed_per_second": 16384 / step_s,
-        "perf/samples_per_second": 2 / step_s,
-        **shares,
-        "perf/model_flop": MODEL_FLOP,
-        "perf/mfu": mfu,
-        "perf/hfu": 1.1 * mfu,
-        "perf/mfu_processed": mfu,
-        "perf/mfu_percent": 100 * mfu,
+        **as_row(measured),
     }
     line = {"kind": "step", "step": step, "time": time_s, "metrics": metrics}
     return {**line, "marks": marks} if marks else line

@@ -23,7 +23,7 @@ MEASURERS = {"torch_compat", "flops", "timing", "distributed", "dataset_metrics"
 ALLOWED: dict[str, set[str]] = {
     **{name: set() for name in FOUNDATION},
     **dict.fromkeys(FACTS, FOUNDATION),
-    "record": FOUNDATION | {"waterfall"},  # `Run.waterfall()`, loaded when it is called
+    "record": FOUNDATION | {"metrics", "waterfall"},  # `Run.waterfall()`, loaded when it is called
     **dict.fromkeys(READERS, FOUNDATION | FACTS | {"flops.formulas"}),
     "waterfall": FOUNDATION | {"goodput"},
     "diagnosis": FOUNDATION | FACTS | {"goodput", "waterfall"},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flopmeter.config import MonitorConfig
 from flopmeter.monitor.digest import Delivery, Digest, StepRecord
+from flopmeter.record import load_run
+from flopmeter.record.writer import encode
 from flopmeter.schema import METRICS_BY_KEY
 from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, OTHER
 
@@ -58,11 +61,18 @@ def test_reduced_logging_halves_the_basics_and_the_details() -> None:
     assert details == [8, 4]
 
 
-def test_the_record_has_every_step_in_full_whatever_the_sinks_get() -> None:
+def test_the_record_has_every_step_in_full_whatever_the_sinks_get(tmp_path: Path) -> None:
     found = deliveries(20, {"training": {"logging_steps": 10}})
     assert [delivery.line["step"] for delivery in found] == list(range(1, 21))
-    assert all(delivery.line["metrics"]["perf/step_time"] == pytest.approx(0.1) for delivery in found)
-    assert all(delivery.line["metrics"]["perf/forward_share"] == pytest.approx(0.4) for delivery in found)
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"".join(encode(line) for line in ({"kind": "header", "schema": 1}, *(one.line for one in found))))
+    run = load_run(path)
+    assert list(run.column("perf/step_time")) == pytest.approx([0.1] * 20)
+    assert list(run.column("perf/forward_share")) == pytest.approx([0.4] * 20)
+    for place, delivery in enumerate(found):  # what is read is what the sinks could have had
+        assert {key: run.columns[key][place] for key in delivery.all_metrics or ()} == pytest.approx(
+            delivery.all_metrics
+        )
 
 
 def test_a_logged_value_is_the_aggregate_since_the_last_one_without_marked_steps() -> None:
@@ -86,7 +96,8 @@ def test_what_only_some_steps_know_reaches_the_sinks_and_waits_for_ranks_are_agg
     second = StepRecord(
         index=1, time_s=0.1, clock=(0, OTHER, 10**8), blocked_ns=(0, 0, 0, 3 * 10**7, 0, 0), wait_cpu_share=0.25
     )
-    assert digest(first).line["metrics"]["perf/exposed_communication_share"] == pytest.approx(0.1)
+    shown = digest(first).all_metrics or {}
+    assert shown["perf/exposed_communication_share"] == pytest.approx(0.1)
     logged_now = digest(second).metrics
     assert logged_now is not None
     assert logged_now["perf/exposed_communication_share"] == pytest.approx(0.2)  # 40 of 200 ms
@@ -95,7 +106,7 @@ def test_what_only_some_steps_know_reaches_the_sinks_and_waits_for_ranks_are_agg
 
 def test_every_key_is_one_of_the_schema() -> None:
     for delivery in deliveries(60):
-        assert set(delivery.line["metrics"]) <= set(METRICS_BY_KEY)
+        assert set(delivery.all_metrics or ()) <= set(METRICS_BY_KEY)
         assert set(delivery.metrics or ()) <= set(METRICS_BY_KEY)
 
 
@@ -106,7 +117,7 @@ def test_a_step_can_be_kept_out_of_wandb() -> None:
 
 def test_goodput_is_the_share_of_wall_time_in_steps() -> None:
     # Steps of 0.1 s that end 0.1 s apart: all of the time.
-    assert deliveries(10)[-1].line["metrics"]["perf/goodput"] == pytest.approx(1.0)
+    assert (deliveries(10)[-1].all_metrics or {})["perf/goodput"] == pytest.approx(1.0)
 
 
 def test_steps_without_numbers_of_the_loop_count_on_by_themselves() -> None:

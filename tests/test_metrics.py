@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flopmeter.metrics import Step, Window, summarise, utilisation
+from flopmeter.metrics import Means, derive, summarise, utilisation
 
 
 def test_utilisation_is_flop_over_peak_times_wall_time() -> None:
@@ -40,12 +40,11 @@ def test_no_time_gives_no_utilisation(wall_s: float) -> None:
     assert utilisation({"bf16": 1.0}, {"bf16": 1.0}, wall_s) is None
 
 
-def test_a_window_gives_the_rates_of_the_whole_stretch_not_the_mean_of_rates() -> None:
-    window = Window()
-    window.add(Step(step_s=1.0, tokens=100, samples=1, model_flop={"bf16": 10.0}))
-    window.add(Step(step_s=3.0, tokens=100, samples=1, model_flop={"bf16": 10.0}))
-    result = window.compute({"bf16": 10.0})
+def test_rates_are_those_of_the_whole_stretch_not_the_mean_of_rates() -> None:
+    steps = [{"ns": ns, "tokens": 100, "samples": 1, "model_flop": {"bf16": 10.0}} for ns in (10**9, 3 * 10**9)]
+    result = derive(steps, {"bf16": 10.0})
     assert result["perf/tokens_per_second"] == pytest.approx(50.0)  # 200 tokens in 4 s, not (100 + 33.3) / 2
+    assert result["perf/samples_per_second"] == pytest.approx(0.5)
     assert result["perf/steps_per_second"] == pytest.approx(0.5)
     assert result["perf/step_time"] == pytest.approx(2.0)
     assert result["perf/mfu"] == pytest.approx(20 / (10 * 4))
@@ -54,43 +53,51 @@ def test_a_window_gives_the_rates_of_the_whole_stretch_not_the_mean_of_rates() -
 
 
 def test_phase_shares_add_up_to_one_and_the_rest_is_other() -> None:
-    window = Window()
-    window.add(Step(step_s=4.0, phase_s={"data_wait": 1.0, "forward": 1.0}))
-    result = window.compute({})
+    result = derive([{"ns": 4, "data_wait_ns": 1, "forward_ns": 1}], {})
     assert result["perf/data_wait_share"] == pytest.approx(0.25)
     assert result["perf/other_share"] == pytest.approx(0.5)
     assert sum(value for key, value in result.items() if key.endswith("_share")) == pytest.approx(1.0)
 
 
+def test_the_wait_for_other_ranks_is_a_part_of_the_backward_pass() -> None:
+    result = derive([{"ns": 4, "backward_ns": 2, "exposed_communication_ns": 1}], {})
+    assert result["perf/exposed_communication_share"] == pytest.approx(0.25)
+    assert (result["perf/backward_share"], result["perf/other_share"]) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
 def test_a_number_that_one_step_does_not_know_is_left_out() -> None:
-    window = Window()
-    window.add(Step(step_s=1.0, tokens=10, model_flop={"bf16": 1.0}))
-    window.add(Step(step_s=1.0))
-    result = window.compute({"bf16": 1.0})
+    result = derive([{"ns": 1, "tokens": 10, "model_flop": {"bf16": 1.0}}, {"ns": 1}], {"bf16": 1.0})
     assert result.keys() & {"perf/mfu", "perf/tokens_per_second", "perf/model_flop"} == set()
 
 
+def test_steps_of_different_dtypes_are_added_up_by_dtype() -> None:
+    steps = [{"ns": 10**9, "model_flop": {dtype: 10.0}} for dtype in ("bf16", "fp32")]
+    result = derive(steps, {"bf16": 100.0, "fp32": 20.0})
+    assert result["perf/mfu"] == pytest.approx((10 / 100 + 10 / 20) / 2)
+    assert "perf/mfu" not in derive(steps, {"bf16": 100.0})
+
+
 def test_hfu_uses_what_ran_and_mfu_what_was_needed() -> None:
-    window = Window()
-    window.add(Step(step_s=1.0, model_flop={"bf16": 3.0}, hardware_flop={"bf16": 4.0}))
-    result = window.compute({"bf16": 10.0})
+    result = derive([{"ns": 10**9, "model_flop": {"bf16": 3.0}, "hardware_flop": {"bf16": 4.0}}], {"bf16": 10.0})
     assert (result["perf/mfu"], result["perf/hfu"]) == (pytest.approx(0.3), pytest.approx(0.4))
 
 
 def test_processed_mfu_counts_padding_as_work() -> None:
-    window = Window()
-    window.add(Step(step_s=1.0, model_flop={"bf16": 3.0}, processed_flop={"bf16": 5.0}))
-    assert window.compute({"bf16": 10.0})["perf/mfu_processed"] == pytest.approx(0.5)
+    step = {"ns": 10**9, "model_flop": {"bf16": 3.0}, "processed_flop": {"bf16": 5.0}}
+    assert derive([step], {"bf16": 10.0})["perf/mfu_processed"] == pytest.approx(0.5)
 
 
-def test_an_empty_window_says_nothing() -> None:
-    assert Window().compute({"bf16": 1.0}) == {}
+def test_no_step_says_nothing_and_one_without_a_duration_no_rate() -> None:
+    assert derive([], {"bf16": 1.0}) == {}
+    assert derive([{"ns": 0, "tokens": 3, "model_flop": {"bf16": 3.0}}], {"bf16": 1.0}) == {
+        "perf/step_time": 0.0,
+        "perf/model_flop": 3.0,
+    }
 
 
 def test_several_devices_add_their_peaks() -> None:
-    window = Window()
-    window.add(Step(step_s=1.0, model_flop={"bf16": 10.0}))
-    assert window.compute({"bf16": 10.0}, num_devices=4)["perf/mfu"] == pytest.approx(0.25)
+    step = {"ns": 10**9, "device_ns": 4 * 10**9, "model_flop": {"bf16": 10.0}}
+    assert derive([step], {"bf16": 10.0})["perf/mfu"] == pytest.approx(0.25)
 
 
 def test_a_summary_weighs_by_time_and_leaves_out_marked_steps() -> None:
@@ -115,3 +122,13 @@ def test_a_run_without_steady_steps_has_no_summary() -> None:
 def test_the_95th_percentile_is_the_smallest_value_that_95_percent_do_not_exceed() -> None:
     columns = {"perf/step_time": [float(i) for i in range(1, 101)]}
     assert summarise(columns, range(100))["step_time_p95_s"] == 95.0
+
+
+def test_running_means_are_those_of_all_steps_weighted_by_their_time() -> None:
+    # 1 s at 50 % and 3 s at 10 %: (0.5 + 0.3) / 4 = 20 %; two steps in 4 s are 2 s each.
+    means = Means("perf/mfu", "perf/hfu")
+    means.add({"training/loss": 2.0})
+    assert means.compute() == {}
+    means.add({"perf/step_time": 1.0, "perf/mfu": 0.5})
+    means.add({"perf/step_time": 3.0, "perf/mfu": 0.1})
+    assert means.compute() == pytest.approx({"perf/step_time": 2.0, "perf/mfu": 0.2})

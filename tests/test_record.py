@@ -495,27 +495,13 @@ def test_an_unusual_line_says_the_same_after_a_hundred_usual_ones(tmp_path: Path
     assert (among.column("a")[-1], among.column("b")[-1]) == (99.0, 0.5)
 
 
-def test_a_parser_is_made_when_no_new_keys_come_and_made_anew_when_one_does() -> None:
-    rows = Rows({}, max_columns=3)
-    line = encode(step_line(1, a=1.0))
-    assert rows.add_metrics({"a": 1.0, "b": 2.0})
-    assert [rows.add_metrics({"a": 1.0}) for _ in range(2)] == [True] * 2
-    assert rows.parse(line) is None  # a third line without a new one of two keys is waited for
-    assert rows.add_metrics({"a": 1.0})
-    parsed = rows.parse(line)
-    assert parsed is not None
-    assert (parsed.metrics.key_0, math.isnan(parsed.metrics.key_1)) == (1.0, True)
-    assert not rows.add_metrics({"c": 3.0, "d": 4.0})  # no room for the fourth
-    assert rows.parse(line) is None
-
-
 def test_columns_are_equally_long_and_hold_nothing_that_still_waits_once_dealt() -> None:
     columns: dict[str, Any] = {}
     rows = Rows(columns, max_columns=4096)
     for number in range(10):
-        rows.add_metrics({"a": number})
+        rows.add({"a": number})
     rows.deal()
-    rows.add_metrics({"b": 1.0})
+    rows.add({"b": 1.0})
     rows.deal()
     rows.deal()
     assert list(columns["a"])[:10] == list(range(10))
@@ -710,11 +696,11 @@ def test_what_is_at_the_path_of_a_run_that_begins(
 def test_rows_are_dealt_out_when_enough_of_them_wait() -> None:
     columns: dict[str, Any] = {}
     rows = Rows(columns, max_columns=3)
-    rows.add_metrics({"a": 0.0, "b": 0.5})  # 65536 rows of two values are what may wait
+    rows.add({"a": 0.0, "b": 0.5})  # 65536 rows of two values are what may wait
     for number in range(1, (1 << 16) - 1):
-        rows.add((float(number), 0.5))
+        rows.add({"a": float(number), "b": 0.5})
     assert len(columns["a"]) == 0
-    rows.add((-1.0, 0.5))
+    rows.add({"a": -1.0, "b": 0.5})
     assert len(columns["a"]) == len(columns["b"]) == 1 << 16
     assert (columns["a"][0], columns["a"][2], columns["a"][-1], columns["b"][7]) == (0.0, 2.0, -1.0, 0.5)
 
@@ -722,9 +708,9 @@ def test_rows_are_dealt_out_when_enough_of_them_wait() -> None:
 def test_metrics_that_have_no_column_leave_the_others_in_place() -> None:
     columns: dict[str, Any] = {}
     rows = Rows(columns, max_columns=2)
-    assert rows.add_metrics({"a": 1.0, "b": 2.0})
-    assert not rows.add_metrics({"c": 3.0, "b": 4.0})
-    assert rows.add_metrics({"a": True, "b": "-Infinity"})
+    assert rows.add({"a": 1.0, "b": 2.0})
+    assert not rows.add({"c": 3.0, "b": 4.0})
+    assert rows.add({"a": None, "b": "-Infinity"})
     rows.deal()
     assert list(columns) == ["a", "b"]
     assert list(columns["b"]) == [2.0, 4.0, -math.inf]

@@ -12,7 +12,7 @@ from torch import nn
 from flopmeter import TrainingMonitor, watch
 from flopmeter.config import MonitorConfig
 from flopmeter.sinks import SinkContext
-from flopmeter.sinks.console import Means, Sink, format_line
+from flopmeter.sinks.console import Sink, format_line
 
 CONTEXT = SinkContext(config=MonitorConfig(), output_dir=Path("nowhere"))
 
@@ -38,20 +38,6 @@ def shown(stream: io.StringIO, times_s: list[float]) -> str:
         sink.log(step, {"perf/step_time": 1.0})
     sink.close()
     return stream.getvalue()
-
-
-def test_a_line_tells_all_steps_since_the_last_one() -> None:
-    # 1 s at 50 % and 3 s at 10 %: (0.5 + 0.3) / 4 = 20 %; two steps in 4 s are 2 s each.
-    means = Means()
-    means.add({"perf/step_time": 1.0, "perf/mfu": 0.5})
-    means.add({"perf/step_time": 3.0, "perf/mfu": 0.1})
-    assert means.compute() == pytest.approx({"perf/step_time": 2.0, "perf/mfu": 0.2})
-
-
-def test_a_number_that_no_step_knows_stays_unknown() -> None:
-    means = Means()
-    means.add({"training/loss": 2.0})
-    assert means.compute() == {}
 
 
 def test_a_log_file_of_a_day_has_hundreds_of_lines_and_not_thousands() -> None:

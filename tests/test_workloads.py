@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from flopmeter import watch
+from flopmeter import load_run, watch
 from flopmeter.flops.workload import Needs, WorkloadReader, resolve
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "report": False, "profile_steps": False}}
@@ -39,13 +38,9 @@ def trained(folder: Path, model: nn.Module, losses: Sequence[Callable[[], torch.
         optimizer.step()
         optimizer.zero_grad()
     monitor.finish_training()
-    lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
-    steps = [line["metrics"] for line in lines if line["kind"] == "step"][-len(losses) :]
-    return Got(
-        [step.get("perf/model_flop") for step in steps],
-        [round(step.get("perf/samples_per_second", 0) * step["perf/step_time"]) for step in steps],
-        [round(step.get("perf/tokens_per_second", 0) * step["perf/step_time"]) for step in steps],
-    )
+    run, last = load_run(folder), slice(-len(losses), None)
+    samples, tokens = ([0 if x != x else round(x) for x in run.amount(name)[last]] for name in ("samples", "tokens"))
+    return Got([None if x != x else x for x in run.column("perf/model_flop")[last]], samples, tokens)
 
 
 class Net(nn.Module):

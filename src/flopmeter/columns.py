@@ -95,6 +95,13 @@ def at(column: array[float], parts: Iterable[range]) -> array[float]:
     return values
 
 
+def tamed_column(values: array[float]) -> array[float]:
+    """The column with NaN in place of every number beyond reason; the very same one where there is none."""
+    if sum(map(abs, values)) < LARGEST:  # not so if there is a NaN
+        return values
+    return array("d", [math.nan if LARGEST <= abs(value) < math.inf else value for value in values])
+
+
 def sound(values: Sequence[float], limit: float) -> Sequence[float]:
     """Those from 0 up to the limit; the very same sequence where all are."""
     total = sum(values)  # not finite as soon as one value is not

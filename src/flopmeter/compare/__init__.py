@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from flopmeter.compare.noise import CONFIDENCE, MIN_STEPS, Ratio, interval, redraw
 from flopmeter.compare.predictions import Prediction, check_prediction
 from flopmeter.compare.quantities import QUANTITIES, Quantity, figures_of, ratios_of
-from flopmeter.compare.settings import peaks_of, settings_of
+from flopmeter.compare.settings import settings_of
 from flopmeter.errors import ConfigError
+from flopmeter.metrics import flop_per_s
 from flopmeter.record import Run
 from flopmeter.schema import RUN_FILE
 
@@ -244,7 +245,7 @@ def _is_same_task(run: Run, other: Run) -> bool:
     """Whether one could stand in for the other: only then does a cure show in the difference."""
     names = ("model", "num_parameters", "device", "world_size", "convention")
     is_same = all(getattr(run.header, name) == getattr(other.header, name) for name in names)
-    return is_same and peaks_of(run) == peaks_of(other)
+    return is_same and flop_per_s(run.peaks) == flop_per_s(other.peaks)
 
 
 def _speed_up(rows: Sequence[Row], before: float | None, after: float | None, place: int) -> tuple[str, Change | None]:
@@ -270,7 +271,7 @@ def _notes(runs: Sequence[Run], names: Sequence[str], rows: Sequence[Row]) -> It
                 f"a step of {names[place]} does {1 + change.value:.3g} times the work of a step of {names[0]}: "
                 "compare MFU and tokens per second, not step time"
             )
-        if peaks_of(run) != peaks_of(first):
+        if flop_per_s(run.peaks) != flop_per_s(first.peaks):
             yield f"the MFU of {names[place]} is held against another peak than that of {names[0]}"
         if run.header.convention != first.header.convention:
             yield f"{names[place]} counts FLOPs by another convention than {names[0]}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from flopmeter.compare.noise import Ratio
 from flopmeter.goodput import goodput
-from flopmeter.metrics import summarise
+from flopmeter.metrics import parts, summarise
 from flopmeter.record import Run
 from flopmeter.schema import PHASES
 
@@ -58,9 +57,11 @@ LARGEST = 1e60
 """Beyond it a figure is damage, and so is one that is not a number: its squares would overflow."""
 NAMES = tuple(quantity.name for quantity in QUANTITIES)
 
-_OF_STEPS = {"mfu", "hfu", "tokens_per_second", "samples_per_second"} | {q.name for q in QUANTITIES if q.is_part}
+_OF_STEPS = {"mfu", "hfu", "tokens_per_second", "samples_per_second", "model_flop"} | {
+    q.name for q in QUANTITIES if q.is_part
+}
 _OF_STEPS -= {"goodput", "overhead_share"}
-"""Figures that every step has its own value of: the run's is their mean, weighted by time."""
+"""Figures that every step has its own value of: the run's is their mean."""
 
 
 def figures_of(run: Run, ratios: Mapping[str, Ratio]) -> dict[str, float | None]:
@@ -75,23 +76,8 @@ def figures_of(run: Run, ratios: Mapping[str, Ratio]) -> dict[str, float | None]
 
 def ratios_of(run: Run) -> Mapping[str, Ratio]:
     """The figures whose noise the steps can tell, as sums over steps."""
-    step_s, steady = run.column("perf/step_time"), run.steady()
-    ones = array("d", [1.0]) * len(run)
-    weights = {f"perf/{name}": step_s for name in _OF_STEPS if f"perf/{name}" in run.columns}
-    ratios = {key.removeprefix("perf/"): _weighted(run.columns[key], by, steady) for key, by in weights.items()}
-    ratios["step_time"] = _weighted(step_s, ones, steady)
+    columns, steady = {"perf/step_time": run.column("perf/step_time"), **run.columns}, run.steady()
+    names = (*(_OF_STEPS & {key.removeprefix("perf/") for key in run.columns}), "step_time")
+    ratios = {name: Ratio(*map(list, parts(columns, f"perf/{name}", steady, LARGEST))) for name in names}
     ratios["steps_per_second"] = Ratio(ratios["step_time"].below, ratios["step_time"].above)
-    if "perf/model_flop" in run.columns:
-        ratios["model_flop"] = _weighted(run.columns["perf/model_flop"], ones, steady)
     return ratios
-
-
-def _weighted(values: Sequence[float], weights: Sequence[float], places: Sequence[int]) -> Ratio:
-    """Sum of value x weight over sum of weights; a step that lacks either counts for neither."""
-    ratio = Ratio([], [])
-    for place in places:
-        value, weight = values[place], weights[place]
-        if abs(value) < LARGEST and 0 < weight < LARGEST:
-            ratio.above.append(value * weight)
-            ratio.below.append(weight)
-    return ratio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,7 @@ from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
 from flopmeter.dataset_metrics import resolve as resolve_datasets
 from flopmeter.flops.workload import Lengths, Seen, Workload, resolve
-from flopmeter.metrics import Step, Window
+from flopmeter.metrics import COUNTS, FLOP, GoodputSoFar, Measured, as_row, derive
 from flopmeter.monitor.ranks import rank_step, scaled
 from flopmeter.schema import PHASES, StepMark
 from flopmeter.timing import BACKWARD, StepTime, split
@@ -143,8 +143,8 @@ class Delivery(NamedTuple):
     skipped_sinks: tuple[str, ...] = ()
 
 
-UNSEEN_WITHOUT_PATCHES = ("perf/data_wait_share", "perf/host_to_device_share", "perf/backward_share")
-"""What hooks on a model and an optimizer do not show: it is part of `perf/other_share`."""
+UNSEEN_WITHOUT_PATCHES = ("data_wait", "host_to_device", "backward")
+"""Phases that hooks on a model and an optimizer do not show: they are part of the phase "other"."""
 
 
 class Digest:
@@ -170,22 +170,27 @@ class Digest:
         self._on_step = on_step
         self._overhead = overhead
         self._overhead_share = 0.0
-        self._unseen = () if config.monitoring.patches else UNSEEN_WITHOUT_PATCHES
+        unseen = ("other",) if config.monitoring.patches else ("other", *UNSEEN_WITHOUT_PATCHES)
+        self._phases = [(f"{phase}_ns", place) for place, phase in enumerate(PHASES) if phase not in unseen]
         self._basic_every = config.basic_every
         self._details_every = config.details_every
-        self._since_log: list[Step] = []
-        self._since_asked: deque[Step] = deque(maxlen=MAX_UNASKED)
-        self._productive_s = 0.0
-        self._first_s: float | None = None
+        self._since_log: list[Measured] = []
+        self._since_asked: deque[Measured] = deque(maxlen=MAX_UNASKED)
+        self._goodput = GoodputSoFar()
 
     def __call__(self, item: StepRecord | Log) -> Delivery:
         if isinstance(item, Log):
             return self._placed(item)
         time_ = split(item.clock)
-        step = self._of_job(item, self._step(item, time_))
-        own = self._own_metrics(item, step.step_s)
-        metrics = own | self._compute([step])
-        line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": metrics}
+        step = self._of_job(item, time_, self._measured(item, time_))
+        own = self._own_metrics(item)
+        row = {**own, **as_row(step)}
+        line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": row}
+        own["global_step"] = self.last_step
+        goodput = self._goodput.add(item.time_s, time_.step_ns / 1e9)
+        if goodput == goodput:
+            own["perf/goodput"] = goodput
+        metrics = own | self._derived([step])
         if item.marks:
             line["marks"] = item.marks
         else:
@@ -212,68 +217,59 @@ class Digest:
     def latest(self) -> dict[str, float]:
         """The aggregate since the last call, from any thread; at most of the last `MAX_UNASKED` steps."""
         steps, self._since_asked = self._since_asked, deque(maxlen=MAX_UNASKED)
-        return self._compute(steps.copy())
+        return self._derived(list(steps.copy()))  # another thread may still be adding to it
 
     def _due(self, num_steps: int, own: Mapping[str, float]) -> dict[str, float] | None:
         """What the sinks get now: the basics at their rate, the details at theirs.
 
         Args:
-            own: The step's metrics but for those of `Window`, which are aggregated since the last time.
+            own: The step's metrics but for those that are derived, of all steps since the last time.
         """
         if num_steps % self._details_every == 0:
             steps, self._since_log = self._since_log, []
-            return {**own, **self._compute(steps)}
+            return {**own, **self._derived(steps)}
         due = {key: own[key] for key in BASICS if key in own} if num_steps % self._basic_every == 0 else {}
         return due or None
 
-    def _compute(self, steps: Iterable[Step]) -> dict[str, float]:
-        peaks = self.source.peaks if self.source is not None else {}
-        metrics = Window(steps).compute(peaks, self._num_devices)
-        return {key: value for key, value in metrics.items() if key not in self._unseen} if self._unseen else metrics
+    def _derived(self, steps: Sequence[Measured]) -> dict[str, float]:
+        return derive(steps, self.source.peaks if self.source is not None else {})
 
-    @property
-    def _num_devices(self) -> float:
-        return self.ranks.scale.devices if self.ranks is not None else 1.0
-
-    def _of_job(self, item: StepRecord, step: Step) -> Step:
+    def _of_job(self, item: StepRecord, time_: StepTime, step: Measured) -> Measured:
         """Tell the other ranks of the step; on rank 0, make it the whole job's."""
         ranks = self.ranks
         if ranks is None:
             return step
-        is_counted = self.source is not None and self.source.has_count
-        if not is_counted:  # the estimate reads whole shapes
+        if self.source is None or not self.source.has_count:  # the estimate reads whole shapes
             step = scaled(step, 1 / ranks.layout.num_split)
-        told = rank_step(item.index, step, item.blocked_ns, self.source, is_counted=is_counted)
-        ranks.add(told, is_typical=not item.marks)
+        ranks.add(rank_step(item, step, time_, self.source), is_typical=not item.marks)
         return scaled(step, 1.0, ranks.scale) if ranks.is_writer else step
 
-    def _step(self, item: StepRecord, time_: StepTime) -> Step:
+    def _measured(self, item: StepRecord, time_: StepTime) -> Measured:
         workload = resolve(item.seen)
         predicted = self.source.predict(workload, item.index) if self.source is not None and workload else None
         if not item.seen and self.source is not None:
             predicted = self.source.unseen(item.index)
         if workload == Workload() and not (self.source is not None and self.source.has_count):
             predicted = None  # the model was given nothing: only a count can tell what it does with that
-        return Step(
-            step_s=time_.step_ns / 1e9,
-            phase_s={name: ns / 1e9 for name, ns in zip(PHASES, time_.phase_ns, strict=True)},
-            samples=workload.samples or None if workload else None,
-            tokens=workload.tokens or None if workload else None,
-            tokens_processed=workload.tokens_processed or None if workload else None,
-            model_flop=predicted.model if predicted else None,
-            hardware_flop=predicted.hardware if predicted else None,
-            processed_flop=predicted.processed if predicted else None,
-            exposed_s=item.blocked_ns[BACKWARD] / 1e9 if item.blocked_ns is not None else None,
-        )
+        step: dict[str, Any] = {"ns": time_.step_ns, "device_ns": time_.step_ns}
+        for name, place in self._phases:
+            step[name] = time_.phase_ns[place]
+        if item.blocked_ns is not None:
+            step["exposed_communication_ns"] = item.blocked_ns[BACKWARD]
+        if workload:
+            step |= {name: count for name in COUNTS if (count := getattr(workload, name))}
+        if predicted:
+            step |= zip(FLOP, (predicted.model, predicted.hardware, predicted.processed), strict=True)
+        return step
 
-    def _own_metrics(self, item: StepRecord, step_s: float) -> dict[str, float]:
+    def _own_metrics(self, item: StepRecord) -> dict[str, float]:
         values = read(item.values)
         step = values.pop("step", None)
         is_known = step is not None and math.isfinite(step)  # it may have been lost with its device
         self.last_step = round(step) if is_known else self.last_step + 1
         self._num_before = self.last_step - item.index - 1
         values.pop("skip_wandb", None)
-        metrics: dict[str, float] = {**values, "global_step": self.last_step}
+        metrics: dict[str, float] = values
         if item.index % _OVERHEAD_EVERY == 0:
             self._overhead_share = self._overhead()
         metrics["perf/overhead_share"] = self._overhead_share
@@ -281,11 +277,6 @@ class Digest:
             metrics["perf/data_wait_cpu_share"] = item.wait_cpu_share
         if item.datasets is not None:
             metrics |= dataset_values(item.datasets)
-        self._productive_s += step_s
-        if self._first_s is None:
-            self._first_s = item.time_s - step_s
-        elif item.time_s > self._first_s:
-            metrics["perf/goodput"] = self._productive_s / (item.time_s - self._first_s)
         if self.source is not None and self.source.error is not None:
             metrics["perf/flop_error"] = self.source.error
         return metrics

@@ -24,7 +24,6 @@ from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.distributed import PATIENCE_S, Ranks
 from flopmeter.errors import FlopmeterError, sign_warnings
 from flopmeter.flops.workload import WorkloadReader
-from flopmeter.metrics import summarise
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, Log, dataset_values
 from flopmeter.monitor.effort import Effort
@@ -309,13 +308,11 @@ class Lifetime:
 
     def summary(self) -> dict[str, float]:
         """This start so far in a few numbers, from the job's record; nothing on a rank that does not keep it."""
-        return self._sum_up(self._read_back())
+        return self._sum_up()
 
-    @staticmethod
-    def _sum_up(run: Run | None) -> dict[str, float]:
-        if run is None:
-            return {}
-        return summarise(run.columns, [place for place in run.steady() if place >= run.starts[-1]])
+    def _sum_up(self, timeout_s: float | None = None) -> dict[str, float]:
+        run = self._read_back(timeout_s=timeout_s)
+        return {} if run is None else run.sum_up()
 
     @property
     def has_record(self) -> bool:
@@ -353,7 +350,7 @@ class Lifetime:
         self._steps.switch_off()
         self._guarded(self._steps.flush)
         if self._worker is not None:
-            metrics = self._sum_up(self._read_back(timeout_s=SIGNAL_S))
+            metrics = self._sum_up(SIGNAL_S)
             self._worker.close([self._last_line(metrics)], timeout_s=SIGNAL_S)
 
     def leave_to_parent(self) -> None:

@@ -5,26 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from msgspec.structs import replace
 from torch import nn
 
 from flopmeter.config import MonitorConfig
 from flopmeter.distributed import COMMUNICATION, JobScale, Ranks, RankStep, join_job
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.workload import PatchWindow, Workload
-from flopmeter.metrics import Step, utilisation
+from flopmeter.metrics import FLOP, Measured, utilisation
 from flopmeter.monitor.header import device_of, device_uuid
-from flopmeter.schema import PHASES, RUN_FILE
+from flopmeter.schema import RUN_FILE
+from flopmeter.timing import StepTime
 from flopmeter.timing.cuda import waits_of
 
 if TYPE_CHECKING:
     from flopmeter.distributed import Emit
+    from flopmeter.monitor.digest import StepRecord
     from flopmeter.monitor.measuring import FlopSource
     from flopmeter.monitor.tracker import StepTracker
 
@@ -108,50 +109,38 @@ def _device_name(model: nn.Module | None) -> str:
     return device_uuid(device) or str(device)
 
 
-def rank_step(
-    index: int, step: Step, blocked_ns: Sequence[int] | None, source: FlopSource | None, *, is_counted: bool
-) -> RankStep:
+def rank_step(item: StepRecord, step: Measured, time_: StepTime, source: FlopSource | None) -> RankStep:
     """What this rank tells the others of a step. FLOPs that are only estimated are kept, unless that is the mode."""
     peaks = source.peaks if source is not None else {}
-    is_told = source is not None and (is_counted or source.mode == "estimate")
-    flop = step.model_flop if is_told else None
+    is_told = source is not None and (source.has_count or source.mode == "estimate")
+    flop = step.get("model_flop") if is_told else None
     return RankStep(
-        index,
-        step.step_s,
-        [step.phase_s[phase] for phase in PHASES],
-        None if blocked_ns is None else [ns / 1e9 for ns in blocked_ns],
+        item.index,
+        time_.step_ns / 1e9,
+        [ns / 1e9 for ns in time_.phase_ns],
+        None if item.blocked_ns is None else [ns / 1e9 for ns in item.blocked_ns],
         None if flop is None else sum(flop.values()),
         None if flop is None else utilisation(flop, peaks, 1.0),
-        step.tokens_processed,
-        step.samples,
+        step.get("tokens_processed"),
+        step.get("samples"),
     )
 
 
-def scaled(step: Step, flop: float, scale: JobScale | None = None) -> Step:
+def scaled(step: Measured, flop: float, scale: JobScale | None = None) -> Measured:
     """The step of the job, from rank 0's.
 
     Args:
         flop: Factor of the FLOPs on top of the job's.
     """
-    flop *= scale.flop if scale is not None else 1.0
-    tokens, samples = (scale.tokens, scale.samples) if scale is not None else (1.0, 1.0)
-    return replace(
-        step,
-        tokens=_times(step.tokens, tokens),
-        tokens_processed=_times(step.tokens_processed, tokens),
-        samples=_times(step.samples, samples),
-        model_flop=_each(step.model_flop, flop),
-        hardware_flop=_each(step.hardware_flop, flop),
-        processed_flop=_each(step.processed_flop, flop),
-    )
-
-
-def _times(count: int | None, factor: float) -> int | None:
-    return None if count is None else round(count * factor)
-
-
-def _each(flop: Mapping[str, float] | None, factor: float) -> Mapping[str, float] | None:
-    return None if flop is None else {dtype: factor * amount for dtype, amount in flop.items()}
+    job = dict(step)
+    if scale is not None:
+        flop *= scale.flop
+        factors = {"tokens": scale.tokens, "tokens_processed": scale.tokens, "samples": scale.samples}
+        job |= {name: round(factor * step[name]) for name, factor in factors.items() if name in step}
+        job["device_ns"] = scale.devices * step["ns"]
+    for kind in FLOP.keys() & step.keys():
+        job[kind] = {dtype: flop * amount for dtype, amount in step[kind].items()}
+    return job
 
 
 def note_of(count: FlopCount, workload: Workload) -> dict[str, Any]:

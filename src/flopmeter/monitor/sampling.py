@@ -13,6 +13,7 @@ from torch import nn
 
 from flopmeter.config import MonitorConfig
 from flopmeter.flops.sampled import SampledStep, why_not
+from flopmeter.metrics import Means
 from flopmeter.monitor.header import device_of
 from flopmeter.timing.garbage import GarbageWatch
 from flopmeter.timing.regime import RegimeDetector
@@ -45,7 +46,7 @@ class Sampling:
         self._every = config.details_every
         self._garbage = GarbageWatch()
         self._regime = RegimeDetector()
-        self._interval: list[tuple[float, float | None]] = []
+        self._interval = Means("perf/mfu")
         self._interval_start = 0
         self._last_reason: str | None = None
         self._is_listening = False
@@ -70,10 +71,10 @@ class Sampling:
                 f"no more steps are profiled: after the last profile a step took {slower.after_s * 1e3:.1f} ms, before "
                 f"it {slower.before_s * 1e3:.1f} ms"
             )
-        if not self._interval:
+        if not self._interval.num_steps:
             self._interval_start = int(metrics["global_step"])
-        self._interval.append((step_s, metrics.get("perf/mfu")))
-        if len(self._interval) >= self._every:
+        self._interval.add(metrics)
+        if self._interval.num_steps >= self._every:
             self._end_interval()
 
     def listen(self, *, is_ordinary: bool) -> None:
@@ -148,12 +149,11 @@ class Sampling:
         self._warn(f"no more steps are profiled, because profiling failed: {type(error).__name__}: {error}")
 
     def _end_interval(self) -> None:
-        interval, self._interval = self._interval, []
+        mfu = self._interval.compute().get("perf/mfu")
+        self._interval = Means("perf/mfu")
         self._tell_garbage()
-        known = [(step_s, mfu) for step_s, mfu in interval if mfu is not None]
-        if not known:
+        if mfu is None:
             return
-        mfu = sum(step_s * mfu for step_s, mfu in known) / sum(step_s for step_s, _ in known)
         fall = self._regime.update(self._interval_start, mfu)
         if fall is not None:
             self._event("regime", **fall._asdict())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import stat
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
 import msgspec
-from msgspec.structs import astuple
 
 from flopmeter.columns import open_regular, stretches, tamed
 from flopmeter.errors import RecordError
-from flopmeter.record.rows import Rows, number
+from flopmeter.metrics import MEASURED, UTILISATIONS, WORK, flop_per_s, rate_columns, summarise, utilisation_columns
+from flopmeter.record.rows import Rows, number, usual_step
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -89,8 +90,11 @@ class Run:
     """Position in the columns to the marks of that step (warmup, observed, profiled)."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Pauses, counts, calibrations, epochs, evaluations, warnings, in file order."""
-    peaks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What MFU is held against, by dtype, as headers and events say: the newest counts."""
+    turns: list[tuple[int, dict[str, Mapping[str, Any]]]] = field(default_factory=list)
+    """From which position on the steps are held against which peaks, by dtype: each start and each device has its own,
+    and a peak that becomes known later serves its steps before that, too."""
+    work: dict[str, array[float]] = field(default_factory=dict)
+    """What utilisations are derived from, as the rows hold it: FLOPs of each step by kind and dtype."""
     summary: dict[str, Any] | None = None
     """The closing summary; None while the run goes on, or when it was killed."""
     skipped: list[str] = field(default_factory=list)
@@ -110,9 +114,42 @@ class Run:
         name = (self.summary or {}).get("failure")
         return str(name)[:200] if name else None
 
+    @property
+    def peaks(self) -> dict[str, Mapping[str, Any]]:
+        """What MFU is held against, by dtype, as headers and events say: the newest counts."""
+        return {dtype: peak for _, peaks in self.turns for dtype, peak in peaks.items()}
+
+    def derived(self, peaks: Mapping[str, float]) -> Run:
+        """The same run held against other peaks, in FLOP/s by dtype; those that are not given stay.
+
+        A step whose FLOPs are not in the record has no MFU then. Events stay as they were recorded: one that tells of a
+        fall in MFU names that of the old peaks.
+        """
+        told = {"device": self.header.device, "source": "user", "note": "stated when the run was read"}
+        stated = {dtype: {**told, "flop_per_s": peak} for dtype, peak in peaks.items()}
+        turns = [(place, {**found, **stated}) for place, found in self.turns or [(0, {})]]
+        run = replace(self, turns=turns, columns={k: v for k, v in self.columns.items() if k not in UTILISATIONS})
+        run._derive()
+        if self.summary is not None:
+            run.summary = {**self.summary, "metrics": run.sum_up()}
+        return run
+
+    def _derive(self) -> None:
+        """Make what follows from FLOPs and peaks."""
+        turns = [(place, flop_per_s(peaks)) for place, peaks in self.turns]
+        self.columns |= utilisation_columns(self.work, self.column("perf/step_time"), turns)
+
+    def sum_up(self) -> dict[str, float]:
+        """The newest start in a few numbers."""
+        return summarise(self.columns, [place for place in self.steady() if place >= (self.starts or [0])[-1]])
+
     def column(self, key: str) -> array[float]:
         """One value per step of the metric `key`; all NaN when the run has none."""
         return self.columns.get(key) or array("d", [math.nan]) * len(self)
+
+    def amount(self, name: str) -> array[float]:
+        """Tokens, tokens_processed or samples of each step."""
+        return array("d", map(operator.mul, self.column(f"perf/{name}_per_second"), self.column("perf/step_time")))
 
     def named(self, name: str) -> list[dict[str, Any]]:
         """Its events of that name, in file order."""
@@ -214,13 +251,8 @@ class RunReader:
         self._num_lines = 0
         self._has_overlong = False
         self._bad: dict[str, list[int]] = {}
-        self._rows = Rows(self.run.columns, MAX_COLUMNS)
-        self._on_kind: dict[str, Callable[[dict[str, Any]], str | None]] = {
-            "header": self._header,
-            "step": self._step,
-            "event": self._event,
-            "summary": self._summary,
-        }
+        self._written: dict[str, array[float]] = {}
+        self._rows = Rows(self._written, MAX_COLUMNS)
 
     def read(self, file: BinaryIO) -> Run:
         """Read a whole file.
@@ -239,7 +271,7 @@ class RunReader:
     def take(self, raw: bytes) -> bool:
         """Read one more line, and say whether it is sound; what is wrong with it will be in `Run.skipped`."""
         self._num_lines += 1
-        problem = None if self._is_taken_as_usual(raw) else self._taken(raw)
+        problem = self._taken(raw)
         if problem:
             self._bad.setdefault(problem, []).append(self._num_lines)
         return not problem
@@ -250,23 +282,24 @@ class RunReader:
         return (self._num_lines >= MAX_LINES_WITHOUT_HEADER or self._has_overlong) and not self.run.headers
 
     def settle(self) -> None:
-        """Make the columns equally long and name what was skipped; more lines may follow."""
+        """Derive what follows from the rows so far, and name what was skipped; more lines may follow."""
         self._rows.deal()
+        run, rows = self.run, self._written
+        run.work = {key: values for key, values in rows.items() if key.startswith(WORK)}
+        run.columns = {key: rows[key] for key in rows if key not in MEASURED and key not in run.work}
+        if found := rate_columns(rows, run.time, run.starts):
+            run.columns |= {"global_step": array("d", run.step), **found}
+        if run.work:
+            run._derive()
         self.run.skipped.clear()
         for problem, numbers in self._bad.items():
             others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
 
-    def _is_taken_as_usual(self, raw: bytes) -> bool:
-        """Whether it was a step like those before it, which are nearly all lines of a long run."""
-        line = self._rows.parse(raw) if len(raw) <= MAX_LINE_BYTES else None
-        if line is None or not _is_step_number(line.step):
-            return False
-        self._add_step(line.step, line.time, line.marks)
-        self._rows.add(astuple(line.metrics))
-        return True
-
     def _taken(self, raw: bytes) -> str | None:
+        usual = usual_step(raw) if self.run.headers and len(raw) <= MAX_LINE_BYTES else None
+        if usual is not None and _is_step_number(usual.step):  # as nearly all lines of a long run are
+            return self._add_step(usual.step, usual.time, usual.marks, usual.metrics)
         if not raw.strip():
             return None
         if len(raw) > MAX_LINE_BYTES:
@@ -276,12 +309,17 @@ class RunReader:
             line = _parse(raw)
         except (ValueError, RecursionError):
             return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
-        handler = self._on_kind.get(str(line.get("kind"))) if isinstance(line, dict) else None
-        if handler is None:
+        if not isinstance(line, dict) or line.get("kind") not in ("header", "step", "event", "summary"):
             return "of no known kind"
         if not self.run.headers and line["kind"] != "header":
             return "before any header"
-        return handler(line if line["kind"] == "step" else tamed(line))  # metrics of steps are tamed column by column
+        # Metrics of steps are tamed column by column.
+        return self.put(line if line["kind"] == "step" else tamed(line))
+
+    def put(self, line: dict[str, Any]) -> str | None:
+        """Take one more line that is read already, of a known kind, and say what is wrong with it."""
+        problem: str | None = getattr(self, f"_{line['kind']}")(line)
+        return problem
 
     def _header(self, line: dict[str, Any]) -> str | None:
         schema = line.get("schema")
@@ -297,7 +335,8 @@ class RunReader:
                 known[name] = value
         header = Header(**known)
         self.run.headers.append(header)
-        self.run.peaks |= {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
+        peaks = {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
+        self.run.turns.append((len(self.run), peaks))
         self.run.starts.append(len(self.run))
         self.run.summary = None
         return None
@@ -306,23 +345,27 @@ class RunReader:
         step, metrics = line.get("step"), line.get("metrics")
         if not _is_step_number(step) or not isinstance(metrics, dict):
             return "a step without number or metrics"
-        self._add_step(step, number(line.get("time")), line.get("marks"))
-        return None if self._rows.add_metrics(metrics) else f"with metrics beyond the first {MAX_COLUMNS}"
+        numbers = {key: number(value) for key, value in metrics.items()}
+        return self._add_step(step, number(line.get("time")), line.get("marks"), numbers)
 
-    def _add_step(self, step: int, time_s: float, marks: Any) -> None:
+    def _add_step(self, step: int, time_s: float, marks: Any, metrics: Mapping[str, Any]) -> str | None:
         if isinstance(marks, list) and marks:
             self.run.marks[len(self.run.step)] = tuple(str(mark) for mark in marks)
         self.run.step.append(step)
         self.run.time.append(time_s)
+        return None if self._rows.add(metrics) else f"with metrics beyond the first {MAX_COLUMNS}"
 
     def _event(self, line: dict[str, Any]) -> str | None:
         if len(self.run.events) >= MAX_EVENTS:
             return f"an event beyond the first {MAX_EVENTS}"
         self.run.events.append(line)
+        peaks = self.run.turns[-1][1]
         if line.get("event") == "peak":
-            self.run.peaks[str(line.get("dtype"))] = line
-        elif line.get("event") == "device" and self.run.headers and isinstance(line.get("device"), str):
+            peaks[str(line.get("dtype"))] = line
+        elif line.get("event") == "device" and isinstance(line.get("device"), str):
             self.run.headers[-1] = replace(self.run.headers[-1], device=line["device"])  # moved after the start
+            kept = {dtype: peak for dtype, peak in peaks.items() if peak.get("device") == line["device"]}
+            self.run.turns.append((len(self.run), kept))
         return None
 
     def _summary(self, line: dict[str, Any]) -> str | None:

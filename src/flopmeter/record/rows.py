@@ -1,38 +1,45 @@
 """How do a million lines with metrics become columns, without looking at every value?
 
-The steps of a run have much the same keys. Once no new ones come, a parser is made for just those: it turns a line
-straight into a row of numbers and refuses whatever is unusual, which is then read with patience. Rows are dealt out to
-their columns many at a time.
+The steps of a run have much the same keys. A line that is as usual is decoded straight into numbers by key; whatever is
+unusual is read with patience. Rows are dealt out to their columns many at a time.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from array import array
-from collections.abc import Collection, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
-from flopmeter.columns import LARGEST
+from flopmeter.columns import tamed_column
 
 MAX_WAITING = 1 << 17
 """Values that wait to be dealt out to their columns."""
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-Metrics = TypeVar("Metrics", bound=msgspec.Struct)
 
-
-class StepLine(msgspec.Struct, Generic[Metrics], kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A line of a step like those before it; a field that is not named here would make every line unusual."""
+class StepLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """The line of a step; a field that is not named here would make every line unusual."""
 
     kind: Literal["step"]
     step: Any  # the reader has its own idea of what a step number is
     time: float = math.nan
-    metrics: Metrics
+    metrics: dict[str, float | str | None]
     marks: Any = None
+
+
+_decoder = msgspec.json.Decoder(StepLine)
+
+
+def usual_step(raw: bytes) -> StepLine | None:
+    """The line of a step; None for any other line, or one that wants a closer look."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class Rows:
@@ -42,70 +49,34 @@ class Rows:
         self._columns = columns
         self._max_columns = max_columns
         self._empty: dict[str, float] = {}  # the row of a step without metrics; its order is that of the columns
-        self._pack = struct.Struct("").pack
-        self._waiting: list[bytes] = []
-        self._max_waiting = MAX_WAITING
-        self._num_dealt = 0
-        self._parser: msgspec.json.Decoder[StepLine[Any]] | None = None
-        self._num_since_new_key = 0
+        self._waiting = array("d")
+        self._num_rows = 0
 
-    def parse(self, raw: bytes) -> StepLine[Any] | None:
-        """A line of a step whose keys are known; None for any other line, or one that wants a closer look."""
-        if self._parser is None:
-            return None
-        try:
-            return self._parser.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-
-    def add(self, values: Collection[Any]) -> None:
-        """One more row, in the order of the columns."""
-        try:
-            row = self._pack(*values)
-        except (struct.error, OverflowError):
-            row = self._pack(*map(number, values))
-        self._waiting.append(row)
-        if len(self._waiting) >= self._max_waiting:
+    def add(self, metrics: Mapping[str, Any]) -> bool:
+        """One more row with whatever keys; says whether there was a column for each of them."""
+        row, is_all = {**self._empty, **metrics}, True
+        if len(row) > len(self._empty):
             self.deal()
-
-    def add_metrics(self, metrics: Mapping[str, Any]) -> bool:
-        """One more row with whatever keys and values; says whether there was a column for each of them."""
-        new = [key for key in metrics if key not in self._empty]
-        self._learn(new[: self._max_columns - len(self._empty)])
-        is_all = not new or new[-1] in self._empty
-        known = metrics if is_all else {key: metrics[key] for key in self._empty.keys() & metrics.keys()}
-        values = {**self._empty, **known}.values()
-        self.add(list(map(number, values)) if bool in map(type, values) else values)
-        return is_all
-
-    def _learn(self, new: list[str]) -> None:
-        """Make columns for new keys; a parser once as many lines as there are keys brought no new one.
-
-        Not sooner: the more keys there are, the longer it takes to make.
-        """
-        self._num_since_new_key += 1
-        if new:
-            gap = array("d", [math.nan] * len(new)).tobytes()
-            self._waiting = [row + gap for row in self._waiting]
-            for key in new:
+            for key in list(row)[len(self._empty) : self._max_columns]:
                 self._empty[key] = math.nan
-                self._columns[key] = array("d", [math.nan]) * self._num_dealt
-            self._pack = struct.Struct(f"{len(self._empty)}d").pack
-            self._max_waiting = MAX_WAITING // len(self._empty)
-            self._parser, self._num_since_new_key = None, 0
-        elif self._num_since_new_key == len(self._empty) + 1:
-            self._parser = _parser_for(list(self._empty))
+                self._columns[key] = array("d", [math.nan]) * self._num_rows
+            is_all = len(row) == len(self._empty)
+            row = {key: row[key] for key in self._empty}
+        try:
+            values = array("d", list(row.values()))
+        except (TypeError, OverflowError):
+            values = array("d", map(number, row.values()))
+        self._num_rows += 1
+        self._waiting.extend(values)
+        if len(self._waiting) >= MAX_WAITING:
+            self.deal()
+        return is_all
 
     def deal(self) -> None:
         """Give each column its part of the rows that wait."""
-        flat, width = array("d", b"".join(self._waiting)), len(self._empty)
         for place, key in enumerate(self._empty):
-            values = flat[place::width]
-            if not sum(map(abs, values)) < LARGEST:  # or there is a NaN
-                values = array("d", [math.nan if LARGEST <= abs(value) < math.inf else value for value in values])
-            self._columns[key].extend(values)
-        self._num_dealt += len(self._waiting)
-        self._waiting.clear()
+            self._columns[key].extend(tamed_column(self._waiting[place :: len(self._empty)]))
+        self._waiting = array("d")
 
 
 def number(value: Any) -> float:
@@ -118,14 +89,3 @@ def number(value: Any) -> float:
         except OverflowError:
             return math.nan
     return math.nan
-
-
-def _parser_for(keys: list[str]) -> msgspec.json.Decoder[StepLine[Any]] | None:
-    """Makes rows with all of these keys, NaN for those that a line lacks; None where a key cannot be a field."""
-    names = {f"key_{place}": key for place, key in enumerate(keys)}
-    fields = [(name, float | str | None, math.nan) for name in names]
-    try:
-        row = msgspec.defstruct("Row", fields, rename=names, forbid_unknown_fields=True, gc=False)
-    except ValueError:  # a quotation mark, a backslash, a control character, half a surrogate pair
-        return None
-    return msgspec.json.Decoder(StepLine[row])  # type: ignore[valid-type]

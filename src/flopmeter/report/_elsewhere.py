@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flopmeter.conventions import CONVENTIONS, NAMED, Architecture
+from flopmeter.metrics import COUNTS
 from flopmeter.record import Run
 from flopmeter.text import number
 
@@ -84,11 +85,10 @@ def _growth(growth: Any) -> dict[str, float]:
 
 def _workload(run: Run, model_flop: float | None) -> tuple[int, int]:
     """Tokens and samples of a measured step that did just the counted work."""
-    step_s, flop = run.column("perf/step_time"), run.column("perf/model_flop")
-    rates = [run.column(f"perf/{name}_per_second") for name in ("tokens", "tokens_processed", "samples")]
+    flop, amounts = run.column("perf/model_flop"), [run.amount(name) for name in COUNTS]
     for place in sorted(run.marks, reverse=True):
         if model_flop and abs(flop[place] / model_flop - 1) < TOLERANCE:
-            tokens, processed, samples = (rate[place] * step_s[place] for rate in rates)
+            tokens, processed, samples = (amount[place] for amount in amounts)
             if abs(processed - tokens) > TOLERANCE * tokens:
                 raise NoRuleError("the batches are padded")
             counted = _whole(tokens, "tokens are unknown"), _whole(samples, "samples are unknown")

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flopmeter import __version__
-from flopmeter.columns import at, mapping
+from flopmeter.columns import mapping
 from flopmeter.diagnosis import RULES, Diagnosis, diagnose
 from flopmeter.goodput import Goodput, goodput
 from flopmeter.metrics import summarise
@@ -41,9 +41,7 @@ def facts_of(run: Run) -> dict[str, Any]:
     found = diagnose(run)
     spent = goodput(run)
     keys = ["perf/step_time", *(f"perf/{name}" for name in _HEADLINE_KEYS)]
-    steady = run.steady_stretches()
-    columns = {key: at(run.columns[key], steady) for key in keys if key in run.columns}
-    means = summarise(columns, range(sum(map(len, steady))))
+    means = summarise({key: run.columns[key] for key in keys if key in run.columns}, run.steady())
     mfu = number(means.get("perf/mfu"))
     return {
         "version": FACTS_VERSION,

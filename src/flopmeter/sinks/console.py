@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TextIO
 
 from flopmeter import text
+from flopmeter.metrics import Means
 from flopmeter.sinks import SinkContext
 
 TAKES_EVERY_STEP = True
@@ -34,7 +35,7 @@ class Sink:
         self._first_s: float | None = None
         self._last_s = 0.0
         self._is_line_open = False
-        self._since = Means()
+        self._since = Means(*_RATES)
         self._unshown: tuple[int, Mapping[str, float]] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,7 +60,7 @@ class Sink:
             self._is_line_open = False
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
-        means, self._since, self._unshown = self._since.compute(), Means(), None
+        means, self._since, self._unshown = self._since.compute(), Means(*_RATES), None
         self._write(format_line(step, {**metrics, **means}, self._width()))
 
     def _interval_s(self, run_s: float) -> float:
@@ -78,33 +79,6 @@ class Sink:
         else:
             self._stream.write(line + "\n")
         self._stream.flush()
-
-
-class Means:
-    """Step time and rates over the steps since the last line, weighted by step time; running sums, no list."""
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._wall_s = 0.0
-        self._sums = {key: [0.0, 0.0] for key in _RATES}
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Take in one step."""
-        step_s = metrics.get("perf/step_time")
-        if step_s is None:
-            return
-        self._num_steps += 1
-        self._wall_s += step_s
-        for key, sums in self._sums.items():
-            value = metrics.get(key)
-            if value is not None:
-                sums[0] += value * step_s
-                sums[1] += step_s
-
-    def compute(self) -> dict[str, float]:
-        """What is known of each."""
-        result = {key: total / wall_s for key, (total, wall_s) in self._sums.items() if wall_s > 0}
-        return {**result, "perf/step_time": self._wall_s / self._num_steps} if self._num_steps else result
 
 
 def say_last(line: str) -> None:

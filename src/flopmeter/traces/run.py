@@ -6,17 +6,15 @@ rank, FLOPs are summed, shares are means; the profiled steps are those of the lo
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from flopmeter import __version__
-from flopmeter.metrics import Step, Window
-from flopmeter.record import Header, Run
-from flopmeter.schema import PHASES
+from flopmeter.metrics import Measured, add_up, as_row
+from flopmeter.record import Run
+from flopmeter.record.reader import RunReader
+from flopmeter.schema import PHASES, SCHEMA_VERSION
 from flopmeter.traces.counting import StepFlop
 from flopmeter.traces.kernels import Work
 from flopmeter.traces.rank import MIN_COVERAGE, RankTrace
@@ -35,19 +33,17 @@ _FLOP_PHASES = ("forward", "backward", "recompute", "optimizer")
 
 def make_run(trace: Trace) -> Run:
     """The run that the trace could have been."""
-    first = trace.ranks[0]
     steps = [_JobStep(trace, number) for number in trace.numbers]
-    header = _header(trace, steps[0])
-    run = Run(path=first.path, headers=[header], peaks=dict(header.peak), skipped=list(trace.notes))
+    reader = RunReader(trace.ranks[0].path)
+    reader.put(_header(trace, steps[0]))
     for step in steps:
-        run.step.append(step.number)
-        run.time.append(step.end_s)
-        _put(run, step.metrics())
-    for column in run.columns.values():
-        column.extend([math.nan] * (len(run) - len(column)))
-    run.events = _events(trace, steps)
-    run.summary = {"num_steps": len(steps)}
-    return run
+        reader.put({"kind": "step", "step": step.number, "time": step.end_s, "metrics": as_row(step.measured())})
+    for event in _events(trace, steps):
+        reader.put(event)
+    reader.put({"kind": "summary", "num_steps": len(steps)})
+    reader.settle()
+    reader.run.skipped.extend(trace.notes)
+    return reader.run
 
 
 class _JobStep:
@@ -68,56 +64,32 @@ class _JobStep:
     def step_s(self) -> float:
         return max(time.step_s for time in self.times)
 
-    def metrics(self) -> dict[str, float]:
-        """The step's line in a run file."""
-        has_flop = not any(rank.mfu_reason for rank in self.ranks)
+    def measured(self) -> Measured:
+        """The step as a row of a run file would hold it: of times, the mean share of the ranks."""
+        ns = 1e9 * self.step_s
         exposed = fmean(time.exposed_communication_s / time.step_s for time in self.times)
-        step = Step(
-            step_s=self.step_s,
-            exposed_s=exposed * self.step_s,
-            model_flop=_summed([flop.model for flop in self.flops]) if has_flop else None,
-            hardware_flop=_summed([flop.hardware for flop in self.flops]) if has_flop else None,
-            phase_s=self._phases(),
-        )
-        peaks = {dtype: peak.flop_per_s for dtype, peak in self.ranks[0].peaks.items()}
-        return {"global_step": float(self.number), **Window([step]).compute(peaks, num_devices=len(self.ranks))}
-
-    def _phases(self) -> dict[str, float]:
-        """Mean shares of the ranks, in seconds of the job's step."""
-        shares = {
-            phase: fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
-            for phase in PHASES
-            if phase != "other"
-        }
-        return {phase: share * self.step_s for phase, share in shares.items()}
+        step: dict[str, Any] = {"ns": ns, "device_ns": ns * len(self.ranks), "exposed_communication_ns": exposed * ns}
+        for phase in PHASES[:-1]:
+            step[f"{phase}_ns"] = ns * fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
+        if not any(rank.mfu_reason for rank in self.ranks):
+            step |= add_up([{"model_flop": flop.model, "hardware_flop": flop.hardware} for flop in self.flops])
+        return step
 
 
-def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for dtype, flop in chain.from_iterable(part.items() for part in parts):
-        total[dtype] = total.get(dtype, 0.0) + flop
-    return total
-
-
-def _header(trace: Trace, first_step: _JobStep) -> Header:
+def _header(trace: Trace, first_step: _JobStep) -> dict[str, Any]:
     first = trace.ranks[0]
-    return Header(
-        run_id=first.path.name,
-        started_at=first_step.end_s - first_step.step_s,
-        world_size=max(first.world_size or 1, len(trace.ranks)),
-        device="cpu" if first.is_cpu else first.device,
-        peak={dtype: peak.as_record() for dtype, peak in first.peaks.items()},
-        mode="trace",
-        convention="exact",
-        versions={"flopmeter": __version__},
-    )
-
-
-def _put(run: Run, metrics: Mapping[str, float]) -> None:
-    for key, value in metrics.items():
-        column = run.columns.setdefault(key, array("d"))
-        column.extend([math.nan] * (len(run) - 1 - len(column)))
-        column.append(value)
+    return {
+        "kind": "header",
+        "schema": SCHEMA_VERSION,
+        "run_id": first.path.name,
+        "started_at": first_step.end_s - first_step.step_s,
+        "world_size": max(first.world_size or 1, len(trace.ranks)),
+        "device": "cpu" if first.is_cpu else first.device,
+        "peak": {dtype: peak.as_record() for dtype, peak in first.peaks.items()},
+        "mode": "trace",
+        "convention": "exact",
+        "versions": {"flopmeter": __version__},
+    }
 
 
 def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from flopmeter.flops.profiled import profile_flops
 from flopmeter.flops.side_count import count_call, unwrap
 from flopmeter.flops.training_state import training_state
 from flopmeter.flops.workload import needs_of, workload_of
+from flopmeter.metrics import utilisation
 from flopmeter.monitor import TrainingMonitor
 
 __all__ = [
@@ -68,7 +69,7 @@ def calculate_mfu(flops: float, compute_time: float, gpu_peak_flops: float) -> f
     """FLOPs over what the peak (FLOP/s) allows in `compute_time` seconds, clamped to 1.0 with a warning."""
     if flops < 0 or compute_time <= 0 or gpu_peak_flops <= 0:
         raise ValueError(f"flops={flops}, compute_time={compute_time}, gpu_peak_flops={gpu_peak_flops}")
-    mfu = flops / (compute_time * gpu_peak_flops)
+    mfu = utilisation({"all": flops}, {"all": gpu_peak_flops}, compute_time) or 0.0
     if mfu > 1:
         logger.warning("MFU %.3f is impossible and shown as 1.0: the peak, the FLOPs or the time is wrong", mfu)
     return min(mfu, 1.0)
