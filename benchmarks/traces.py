@@ -99,9 +99,8 @@ def run(python: str, code: str, file: Path) -> Result:
 
 def their_way(file: Path) -> dict[str, float | None]:
     """Our reading of the file, asked for the window and the shares that HTA defines."""
-    from flopmeter.traces.kernels import Work
+    from flopmeter.profiling.recorded import Work, segments
     from flopmeter.traces.rank import read_timeline
-    from flopmeter.traces.sweep import segments
 
     timeline, _, _ = read_timeline(file)
     events = timeline.device_events
@@ -115,7 +114,7 @@ def their_way(file: Path) -> dict[str, float | None]:
     works = [events.work[i] for i in kept]
     window = {"idle": 0.0, "compute": 0.0, "communication": 0.0, "exposed": 0.0}
     for segment in segments(starts, ends, works, (min(starts), max(ends))):
-        length = segment.end_us - segment.start_us
+        length = segment.end - segment.start
         window["idle"] += length * (segment.work == Work.IDLE)
         window["compute"] += length * (segment.work == Work.OTHER_COMPUTE)
         window["communication"] += length * segment.is_communicating

@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 
-from flopmeter.devices.cpu import Cpu
-from flopmeter.flops import counters
-from flopmeter.flops.counters import (
+from flopmeter import counters
+from flopmeter.counters import (
     CounterReader,
     CounterUnavailableError,
     Reading,
@@ -33,6 +32,7 @@ from flopmeter.flops.counters import (
     perf_event,
     reader_modules,
 )
+from flopmeter.devices.cpu import Cpu
 
 DATA = Path(__file__).parent / "data"
 GPU_READERS = ["nvml_gpm", "dcgm_exporter"]

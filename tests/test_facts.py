@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flopmeter.flops.facts import MAX_LOOKS, facts_of, odd_sizes, uses_tf32
 from flopmeter.flops.observe import observe
+from flopmeter.step_facts import MAX_LOOKS, facts_of, odd_sizes, uses_tf32
 
 LENGTH, WIDTH, HEADS = 12, 32, 4
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flopmeter.flops.patching import replace_attribute, surround_backward
+from flopmeter.hook_hiding import replace_attribute, surround_backward
 
 
 def test_the_original_comes_back() -> None:

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from flopmeter.cli import trace as command
 from flopmeter.errors import RecordError, TraceError
 from flopmeter.record import load_run
-from flopmeter.traces import load_any, load_trace, text
-from flopmeter.traces.events import MAX_EVENT_BYTES, Event, EventReader
-from flopmeter.traces.text import TraceText
+from flopmeter.traces import events, load_any, load_trace
+from flopmeter.traces.events import MAX_EVENT_BYTES, EventReader, TraceEvent, TraceText
 from made_traces import MadeTrace
 
 ADD = "void at::native::vectorized_elementwise_kernel<CUDAFunctor_add<float>>(int)"
@@ -33,7 +32,7 @@ AWKWARD: list[dict[str, Any]] = [
 AWKWARD[1]["args"] = {"list": [{"a": 1}, {"b": 2}]}
 
 
-def read(*pieces: bytes) -> tuple[list[Event], EventReader]:
+def read(*pieces: bytes) -> tuple[list[TraceEvent], EventReader]:
     reader = EventReader(pieces, "made.json")
     return [event for batch in reader for event in batch], reader
 
@@ -104,7 +103,7 @@ def test_progress_ends_at_the_size_of_the_file(tmp_path: Path) -> None:
 def test_a_gzip_bomb_stops_at_the_bound_and_the_message_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text, "UNSUSPECTED_BYTES", 1 << 20)
+    monkeypatch.setattr(events, "UNSUSPECTED_BYTES", 1 << 20)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (32 << 20)))  # a thousand times its size
     reader = TraceText(path)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flopmeter.devices.kernels import is_tf32
+from flopmeter.devices.kernels import is_tf32, short_name
 from flopmeter.errors import RecordError, TraceError
+from flopmeter.profiling.recorded import Work
 from flopmeter.traces import load_any, load_trace
-from flopmeter.traces.kernels import Work, short_name
 from flopmeter.traces.rank import RankTrace
 from made_traces import ENGINE, MadeTrace
 

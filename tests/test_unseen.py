@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from flopmeter import watch
 from flopmeter.flops.observe import observe
-from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.hook_hiding import OwnHook, hide_hooks
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "report": False}}
 ORIGINALS = nn.Module.__getstate__, DistributedDataParallel.__getstate__, torch.jit._recursive.create_script_module

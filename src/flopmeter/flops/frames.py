@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from flopmeter.flops.arguments import CallNames, flatten, padding_mask
-from flopmeter.flops.unseen import OwnHook, hide_hooks
 from flopmeter.flops.workload import real_tokens
+from flopmeter.hook_hiding import OwnHook, hide_hooks
 from flopmeter.torch_compat import (
     OBSERVES_COMPILED,
     DisableTorchFunction,

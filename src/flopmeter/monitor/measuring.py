@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from flopmeter.config import MonitorConfig
+from flopmeter.counters import CounterReader, Unavailable, open_counters
 from flopmeter.devices import Peak, normalise_dtype, peak_flops
 from flopmeter.devices.placement import devices_of
 from flopmeter.distributed import Ranks
 from flopmeter.errors import FlopmeterError
-from flopmeter.flops import profiler_guard
-from flopmeter.flops.counters import CounterReader, Unavailable, open_counters
 from flopmeter.flops.estimate import plan_of
-from flopmeter.flops.facts import facts_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
 from flopmeter.flops.prediction import Predictor
@@ -29,7 +27,9 @@ from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.monitor.stage import Stage, StepFlop
 from flopmeter.monitor.workloads import Seen, resolve
+from flopmeter.profiling import profiler_guard
 from flopmeter.schema import METRICS_BY_KEY, StepMark
+from flopmeter.step_facts import facts_of
 from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, num_dispatch_modes
 
 logger = logging.getLogger("flopmeter")

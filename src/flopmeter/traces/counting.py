@@ -7,15 +7,14 @@ that never ran. On a CPU that cannot be told, so such operators count (as recomp
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flopmeter.devices.kernels import is_matmul, is_tf32
 from flopmeter.errors import ConfigError
-from flopmeter.traces.host import Host
-from flopmeter.traces.kernels import Work
-from flopmeter.traces.operators import Operator, choose, uncounted
-from flopmeter.traces.placement import Placement
+from flopmeter.profiling.recorded import Range, Work, choose, nest, uncounted
+from flopmeter.traces.placement import Host, Placement
 from flopmeter.traces.steps import Window
 from flopmeter.traces.timeline import Timeline
 
@@ -26,13 +25,13 @@ _ATTENTION = frozenset({"attention", "flex_attention"})
 class StepFlop:
     """FLOPs of one step; dtypes have the names of the peak table."""
 
-    by_phase: dict[str, float] = field(default_factory=dict)
+    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """forward, backward, recompute, optimizer."""
-    model: dict[str, float] = field(default_factory=dict)
+    model: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """What the mathematics needs, by dtype: forward and backward."""
-    hardware: dict[str, float] = field(default_factory=dict)
+    hardware: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """All that ran, by dtype."""
-    by_op: dict[str, float] = field(default_factory=dict)
+    by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Model FLOPs by operator."""
 
 
@@ -54,31 +53,24 @@ class Counting:
 
 def count(timeline: Timeline, placed: Placement, host: Host, windows: list[Window]) -> Counting:
     """Add up the operators of each window."""
-    choose(timeline.operators)
-    result = Counting(steps=[StepFlop() for _ in windows])
+    nested = nest(timeline.operators)
+    counted, lost = choose(nested), uncounted(nested)
+    result = Counting(steps=[StepFlop() for _ in windows], uncounted=Counter(operator.name for operator in lost))
     kernels = _Kernels(timeline, placed) if len(timeline.device_events) else None
-    for operator in (operator for operator in timeline.operators if operator.is_counted):
+    for operator in counted:
         launched = kernels.of(operator) if kernels else []
-        step = _step_of(operator, windows, result.steps)
-        if step is None or (kernels and not launched):
+        index = bisect_right(windows, operator.start, key=lambda window: window.host_us) - 1
+        if index < 0 or operator.start >= windows[index].host_end_us or (kernels and not launched):
             continue
-        _take(step, operator, _dtype(operator, kernels, launched, result), host)
+        assert operator.formula is not None
+        _take(result.steps[index], operator, _dtype(operator, kernels, launched, result), host)
         result.has_flags_lost |= operator.formula.family in _ATTENTION and not timeline.has_values
-    told_us, untold_us = kernels.seen_us() if kernels else _seen_us(timeline.operators)
+    if kernels:
+        told_us, untold_us = kernels.seen_us()
+    else:
+        told_us, untold_us = (sum(operator.end - operator.start for operator in group) for group in (counted, lost))
     result.coverage = told_us / (told_us + untold_us) if told_us + untold_us > 0 else None
-    result.uncounted = uncounted(timeline.operators)
     return result
-
-
-def _step_of(operator: Operator, windows: list[Window], steps: list[StepFlop]) -> StepFlop | None:
-    index = bisect_right(windows, operator.start_us, key=lambda window: window.host_us) - 1
-    return steps[index] if index >= 0 and operator.start_us < windows[index].host_end_us else None
-
-
-def _seen_us(operators: list[Operator]) -> tuple[float, float]:
-    """Time of the operators that multiply matrices: of those that are counted, and of those without shapes."""
-    told_us = sum(op.end_us - op.start_us for op in operators if op.is_counted)
-    return told_us, sum(op.end_us - op.start_us for op in operators if op.is_lost)
 
 
 class _Kernels:
@@ -94,10 +86,10 @@ class _Kernels:
             times.append(placed.launch_us[position])
             positions.append(position)
 
-    def of(self, operator: Operator) -> list[int]:
+    def of(self, operator: Range) -> list[int]:
         """Positions of the kernels that an operator launched."""
         times, positions = self._launches.get(operator.thread, ([], []))
-        found = positions[bisect_left(times, operator.start_us) : bisect_right(times, operator.end_us)]
+        found = positions[bisect_left(times, operator.start) : bisect_right(times, operator.end)]
         self._told.update(found)
         return found
 
@@ -107,19 +99,15 @@ class _Kernels:
 
     def seen_us(self) -> tuple[float, float]:
         """Time of the kernels that multiply matrices: those of counted operators, and the others."""
-        told_us = untold_us = 0.0
+        spent_us = [0.0, 0.0]
         for position in range(len(self._placed)):
-            if self._placed.work[position] >= Work.COMMUNICATION or not is_matmul(next(self.names([position]))):
-                continue
-            seconds = self._placed.end_us[position] - self._placed.start_us[position]
-            if position in self._told:
-                told_us += seconds
-            else:
-                untold_us += seconds
-        return told_us, untold_us
+            if self._placed.work[position] < Work.COMMUNICATION and is_matmul(next(self.names([position]))):
+                is_untold = position not in self._told
+                spent_us[is_untold] += self._placed.end_us[position] - self._placed.start_us[position]
+        return spent_us[0], spent_us[1]
 
 
-def _dtype(operator: Operator, kernels: _Kernels | None, launched: list[int], result: Counting) -> str:
+def _dtype(operator: Range, kernels: _Kernels | None, launched: list[int], result: Counting) -> str:
     from flopmeter.devices import normalise_dtype  # a trace without shapes does without
 
     try:
@@ -133,18 +121,14 @@ def _dtype(operator: Operator, kernels: _Kernels | None, launched: list[int], re
     return "tf32" if is_tensor_core else "fp32"
 
 
-def _take(step: StepFlop, operator: Operator, dtype: str, host: Host) -> None:
+def _take(step: StepFlop, operator: Range, dtype: str, host: Host) -> None:
     assert operator.flop is not None
-    phase: str = host.phase(operator.thread, operator.start_us)
-    if phase == "backward" and host.is_repeated(operator.thread, operator.start_us):
+    phase = host.phase(operator.thread, operator.start)
+    if phase == "backward" and host.is_repeated(operator.thread, operator.start):
         phase = "recompute"
     phase = "forward" if phase == "other" else phase
-    _add(step.by_phase, phase, operator.flop.exact)
-    _add(step.hardware, dtype, operator.flop.hardware)
+    step.by_phase[phase] += operator.flop.exact
+    step.hardware[dtype] += operator.flop.hardware
     if phase in ("forward", "backward"):
-        _add(step.model, dtype, operator.flop.exact)
-        _add(step.by_op, operator.formula.op, operator.flop.exact)
-
-
-def _add(total: dict[str, float], key: str, amount: float) -> None:
-    total[key] = total.get(key, 0.0) + amount
+        step.model[dtype] += operator.flop.exact
+        step.by_op[operator.name] += operator.flop.exact

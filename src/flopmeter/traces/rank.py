@@ -1,23 +1,24 @@
-"""What does the trace of one rank say?"""
+"""What does the trace of one rank say: its steps' times and FLOPs, the longest kernels, host syncs, eager attention?"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from flopmeter.devices.kernels import short_name
 from flopmeter.errors import FlopmeterError, TraceError
 from flopmeter.metrics import utilisation
+from flopmeter.profiling.recorded import Cover, Work
 from flopmeter.text import percent
 from flopmeter.traces.counting import Counting, StepFlop, count
-from flopmeter.traces.events import EventReader, Head
-from flopmeter.traces.facts import find_facts, top_kernels
-from flopmeter.traces.host import Host
-from flopmeter.traces.kernels import Work
-from flopmeter.traces.placement import Placement, place
-from flopmeter.traces.steps import StepTime, find_windows, split
-from flopmeter.traces.text import Progress, TraceText
+from flopmeter.traces.events import EventReader, Head, Progress, TraceText
+from flopmeter.traces.placement import Host, Placement, place
+from flopmeter.traces.steps import StepTime, Window, find_windows, split
 from flopmeter.traces.timeline import MAX_EVENTS, Collector, Timeline
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ MIN_COVERAGE = 0.97
 """Below this share of the matrix work that was counted, MFU is not given."""
 MANY_LOST = 0.05
 """Share of idle time with work in the queue from which on it is worth a note."""
+MAX_TOP = 20
+MIN_ATTENTION_LENGTH = 64
+"""A square of scores smaller than this costs nothing, whoever computes it."""
+_FUSED = re.compile(r"aten::_fused_(adam|adamw|sgd|adagrad)|Optimizer\.step#.*Fused")
 
 CPU = "the CPU of the trace"
 _NO_CPU_PEAK = (
@@ -211,3 +216,63 @@ def _notes(timeline: Timeline, times: tuple[StepTime, ...], counting: Counting, 
     if num_orphans:
         notes.append(f"{num_orphans} kernels and copies have no recorded launch, so their phase is unknown")
     return notes
+
+
+def top_kernels(timeline: Timeline, windows: list[Window]) -> tuple[tuple[str, float, int], ...]:
+    """The longest kernels (outermost operators on a CPU) of all steps: name, seconds, calls."""
+    events = timeline.device_events
+    columns = (events.start_us, events.end_us, events.name) if len(events) else timeline.outermost()
+    names = timeline.kernel_names if len(events) else timeline.operator_names
+    first_us, last_us = windows[0].start_us, windows[-1].end_us
+    found: dict[str, list[float]] = {}
+    for start_us, end_us, name in zip(*columns, strict=True):
+        if first_us <= start_us < last_us:
+            total = found.setdefault(short_name(names[name]), [0.0, 0])
+            total[0] += (end_us - start_us) * 1e-6
+            total[1] += 1
+    longest = sorted(found.items(), key=lambda item: -item[1][0])[:MAX_TOP]
+    return tuple((name, seconds, int(calls)) for name, (seconds, calls) in longest)
+
+
+def find_facts(
+    timeline: Timeline, windows: list[Window], times: tuple[StepTime, ...], counting: Counting, is_cpu: bool
+) -> dict[str, Any]:
+    """A typical step in the words of the event `facts`: means over the steps."""
+    num_steps = len(times)
+    by_dtype: dict[str, float] = {}
+    for step in counting.steps:
+        for dtype, flop in step.hardware.items():
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flop / num_steps
+    steps = Cover((window.host_us, window.host_end_us) for window in windows)
+    syncs = {} if is_cpu else {name: sum(map(steps.holds, times_us)) for name, times_us in timeline.waits.items()}
+    facts: dict[str, Any] = {
+        "num_ops": round(sum(time.num_launches for time in times) / num_steps),
+        "num_optimizer_ops": round(sum(time.num_optimizer_launches for time in times) / num_steps),
+        "host_syncs": {name: -(-number // len(windows)) for name, number in syncs.items() if number},
+        "matmul_dtypes": by_dtype,
+        "tf32": counting.has_tf32,
+        "optimizer": _optimizer_kind(timeline),
+        "is_compiled": any(name.startswith("triton_") for name in timeline.kernel_names),
+    }
+    # Softmax over a square of scores: attention made of plain operators, the scores written to memory.
+    lengths = [_attention_length(shapes) for instant, shapes in timeline.softmaxes if steps.holds(instant)]
+    if squares := [length for length in lengths if length]:
+        facts["eager_attention"] = {"calls": -(-len(squares) // len(windows)), "length": max(squares), "modules": []}
+    return facts
+
+
+def _optimizer_kind(timeline: Timeline) -> str | None:
+    if not len(timeline.optimizer):
+        return None
+    if any(_FUSED.search(name) for name in timeline.optimizer_ops):
+        return "fused"
+    return "foreach" if any("_foreach_" in name for name in timeline.optimizer_ops) else "for-loop"
+
+
+def _attention_length(shapes: bytes) -> int:
+    """Side of the square of scores that a softmax was over; 0 when it was over none."""
+    try:
+        shape = msgspec.json.decode(shapes, type=list[list[int]])[0]
+    except (msgspec.MsgspecError, IndexError):
+        return 0
+    return shape[-1] if len(shape) >= 3 and shape[-1] == shape[-2] >= MIN_ATTENTION_LENGTH else 0

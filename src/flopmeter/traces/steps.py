@@ -13,10 +13,8 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from flopmeter.traces.host import Host
-from flopmeter.traces.kernels import COMPUTE, Work
-from flopmeter.traces.placement import Placement
-from flopmeter.traces.sweep import Segment, segments
+from flopmeter.profiling.recorded import COMPUTE, Segment, Work, segments
+from flopmeter.traces.placement import Host, Placement
 from flopmeter.traces.timeline import Timeline
 
 _US = 1e-6
@@ -155,7 +153,7 @@ def split(windows: list[Window], placed: Placement, host: Host) -> list[StepTime
     cuts = [window.start_us for window in windows] + [window.end_us for window in windows[-1:]]
     index = 0
     for segment in segments(placed.start_us, placed.end_us, placed.work, cuts):
-        while segment.start_us >= windows[index].end_us:
+        while segment.start >= windows[index].end_us:
             index += 1
         _charge(times[index], segment, placed, host)
     _count_launches(times, windows, placed)
@@ -163,7 +161,7 @@ def split(windows: list[Window], placed: Placement, host: Host) -> list[StepTime
 
 
 def _charge(time: StepTime, segment: Segment, placed: Placement, host: Host) -> None:
-    seconds, work = (segment.end_us - segment.start_us) * _US, segment.work
+    seconds, work = (segment.end - segment.start) * _US, segment.work
     time.work_s[work] += seconds
     if segment.is_communicating:
         time.communication_s += seconds
@@ -184,11 +182,11 @@ def _charge(time: StepTime, segment: Segment, placed: Placement, host: Host) -> 
 
 def _charge_gap(time: StepTime, gap: Segment, placed: Placement, host: Host) -> float:
     """Say why the device was idle; the part that was a wait for data is returned."""
-    seconds = (gap.end_us - gap.start_us) * _US
+    seconds = (gap.end - gap.start) * _US
     launch_us = placed.launch_us[gap.owner] if gap.owner >= 0 else math.nan
-    is_queued = launch_us <= gap.start_us
-    until_us = gap.end_us if math.isnan(launch_us) else min(launch_us, gap.end_us)
-    waited_s = 0.0 if is_queued else host.fetches.overlap(gap.start_us, until_us) * _US
+    is_queued = launch_us <= gap.start
+    until_us = gap.end if math.isnan(launch_us) else min(launch_us, gap.end)
+    waited_s = 0.0 if is_queued else host.fetches.overlap(gap.start, until_us) * _US
     time.data_wait_s += waited_s
     if is_queued or math.isnan(launch_us):
         time.other_idle_s += seconds - waited_s

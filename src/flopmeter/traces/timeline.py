@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
+from flopmeter.devices.kernels import is_communication
 from flopmeter.flops.formulas import Formula, find
-from flopmeter.traces.events import Event
-from flopmeter.traces.kernels import work_of
-from flopmeter.traces.operators import Operator
+from flopmeter.flops.formulas import Work as Flop
+from flopmeter.profiling.recorded import NODE, Range, Work, recorded_flop
+from flopmeter.traces.events import Args, TraceEvent
 
 MAX_EVENTS = 20_000_000
 """Most events that are kept; about 2 GB."""
+_MAX_RECORD_BYTES = 1 << 16
+"""Arguments longer than this are lists of thousands of tensors; no operator with a formula has them."""
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
 _FETCH = re.compile(r"enumerate\(DataLoader\)|dataloader_next|DataLoaderIter\.__next__", re.IGNORECASE)
@@ -29,8 +34,6 @@ _CANNOT_LAUNCH = re.compile(
     r"|Malloc|Free|HostAlloc|Priority|GetDevice|DriverGet|Pointer"
 )
 _WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize$")
-_CATEGORIES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Operator": "cpu_op"}
-"""How the first versions of Kineto called them."""
 
 
 class Role(IntEnum):
@@ -85,6 +88,9 @@ class Spans:
     def __len__(self) -> int:
         return len(self.start_us)
 
+    def __iter__(self) -> Iterator[tuple[float, float, int]]:
+        return zip(self.start_us, self.end_us, self.thread, strict=True)
+
     def add(self, start_us: float, end_us: float, thread: int) -> None:
         self.start_us.append(start_us)
         self.end_us.append(end_us)
@@ -100,7 +106,7 @@ class Timeline:
     launches: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Correlation to the start of the launching call and its thread."""
     device_ids: set[Any] = field(default_factory=set)
-    operators: list[Operator] = field(default_factory=list)
+    operators: list[Range] = field(default_factory=list)
     """Calls of operators that have a FLOP formula."""
     dispatched: Spans = field(default_factory=Spans)
     """Every operator."""
@@ -156,7 +162,7 @@ class Collector:
         spans, names = self.timeline.dispatched, self.timeline.dispatched_name
         # Most events go there, so the way is kept short.
         self._add_dispatched = (spans.start_us.append, spans.end_us.append, spans.thread.append, names.append)
-        self._on_category: dict[str, Callable[[Event, float, float], None]] = {
+        self._on_category: dict[str, Callable[[TraceEvent, float, float], None]] = {
             **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), self._device_event),
             **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime", "runtime"), self._call),
             **dict.fromkeys(("cpu_op", "Operator", "user_annotation"), self._host),
@@ -168,7 +174,7 @@ class Collector:
         """Whether no more events can be kept."""
         return self._num_kept >= MAX_EVENTS
 
-    def take(self, batch: list[Event]) -> None:
+    def take(self, batch: list[TraceEvent]) -> None:
         """Keep what is needed of the events."""
         self.timeline.num_events += len(batch)
         on_category = self._on_category
@@ -185,17 +191,17 @@ class Collector:
             self._num_kept += 1
             handler(event, start_us, end_us)
 
-    def _device_event(self, event: Event, start_us: float, end_us: float) -> None:
+    def _device_event(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         columns, args = self.timeline.device_events, event.args
         columns.start_us.append(start_us)
         columns.end_us.append(end_us)
-        columns.work.append(work_of(_CATEGORIES.get(event.cat, event.cat), event.name))
+        columns.work.append(_work(event.cat, event.name))
         columns.name.append(_position(event.name, self._kernel_names, self.timeline.kernel_names))
         columns.correlation.append(_integer(args.correlation) if args is not None else -1)
         if args is not None and args.device is not None:
             self.timeline.device_ids.add(args.device)
 
-    def _call(self, event: Event, start_us: float, end_us: float) -> None:
+    def _call(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         effect = _effect(event.name)
         if effect is _LAUNCHES and event.args is not None:
             correlation = _integer(event.args.correlation)
@@ -204,7 +210,7 @@ class Collector:
         elif effect is Effect.WAITS:
             self.timeline.waits.setdefault(event.name, []).append(start_us)
 
-    def _host(self, event: Event, start_us: float, end_us: float) -> None:
+    def _host(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         role, formula = _meaning(event.name)
         if role is _NONE:
             return
@@ -212,8 +218,9 @@ class Collector:
         if role is _OPERATOR:
             self._operator(event, start_us, end_us, thread)
             if formula is not None:
-                timeline.operators.append(Operator(formula, thread, start_us, end_us, event.args))
-                timeline.has_values = timeline.has_values or _has_values(event)
+                record = _recorded(formula, event.args)
+                timeline.operators.append(Range(event.name, start_us, end_us, thread, formula=formula, record=record))
+                timeline.has_values |= event.args is not None and bool(bytes(event.args.values))
         elif role is Role.STEP:
             timeline.steps[_step_number(event.name)] = (start_us, end_us, thread)
         else:
@@ -222,7 +229,7 @@ class Collector:
             if role is Role.OPTIMIZER:
                 timeline.optimizer_ops.add(event.name)
 
-    def _operator(self, event: Event, start_us: float, end_us: float, thread: int) -> None:
+    def _operator(self, event: TraceEvent, start_us: float, end_us: float, thread: int) -> None:
         timeline, args, name = self.timeline, event.args, event.name
         add_start, add_end, add_thread, add_name = self._add_dispatched
         add_start(start_us)
@@ -239,7 +246,7 @@ class Collector:
         elif name.startswith(("aten::_fused_", "aten::_foreach_")):
             timeline.optimizer_ops.add(name)
 
-    def _device_annotation(self, event: Event, start_us: float, end_us: float) -> None:
+    def _device_annotation(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         if _STEP.search(event.name):
             self.timeline.device_steps[_step_number(event.name)] = (start_us, end_us, -1)
 
@@ -259,7 +266,7 @@ def _position(name: str, known: dict[str, int], names: list[str]) -> int:
 
 @lru_cache(maxsize=65536)
 def _meaning(name: str) -> tuple[Role, Formula | None]:
-    if name.startswith("autograd::engine::evaluate_function"):
+    if name.startswith(NODE):
         return Role.NODE, None
     if name.startswith("Optimizer.step#"):
         return Role.OPTIMIZER, None
@@ -279,10 +286,6 @@ def _effect(name: str) -> Effect:
     return Effect.NONE if _CANNOT_LAUNCH.search(name) else Effect.LAUNCHES
 
 
-def _has_values(event: Event) -> bool:
-    return event.args is not None and bool(bytes(event.args.values))
-
-
 def _step_number(name: str) -> int:
     match = _STEP.search(name)
     assert match is not None
@@ -297,3 +300,32 @@ def _integer(value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 62 else -1
+
+
+@lru_cache(maxsize=65536)
+def _work(category: str, name: str) -> Work:
+    """Compute, communication or copy; what a compute kernel is for, only its launch tells."""
+    if category.lower() == "kernel":
+        return Work.COMMUNICATION if is_communication(name) else Work.OTHER_COMPUTE
+    is_within = category.lower().endswith("memset") or "DtoD" in name or "Device -> Device" in name
+    return Work.DEVICE_COPY if is_within else Work.HOST_COPY
+
+
+def _recorded(formula: Formula, args: Args | None) -> tuple[Flop | None, str]:
+    """FLOPs and dtype of a call; None when its record does not tell."""
+    texts = (bytes(args.shapes), bytes(args.dtypes), bytes(args.values)) if args is not None else (b"", b"", b"")
+    if not texts[0] or sum(map(len, texts)) > _MAX_RECORD_BYTES:
+        return None, ""
+    return _evaluate(formula.op, *texts)
+
+
+@lru_cache(maxsize=16384)
+def _evaluate(op: str, *texts: bytes) -> tuple[Flop | None, str]:
+    """A step repeats the same few calls."""
+    formula = find(op)
+    assert formula is not None
+    try:
+        shapes, dtypes, values = (msgspec.json.decode(text or b"[]", type=list[Any]) for text in texts)
+    except msgspec.MsgspecError:
+        return None, ""
+    return recorded_flop(formula, shapes, dtypes, values + [""] * (len(shapes) - len(values)))

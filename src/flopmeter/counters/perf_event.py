@@ -20,8 +20,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
+from flopmeter.counters import CounterUnavailableError
 from flopmeter.devices.cpu import Cpu, read_cpu
-from flopmeter.flops.counters import CounterUnavailableError
 from flopmeter.text import percent
 
 DEVICE_TYPE = "cpu"

@@ -36,10 +36,10 @@ _READS = frozenset({"aten::_local_scalar_dense"})
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _SIZE_DEPENDS_ON_VALUES = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"})
 _MAY_WAIT = _READS | _COPIES | _SIZE_DEPENDS_ON_VALUES
-_PACKAGE = f"{Path(__file__).parents[1]}/"
+_PACKAGE = f"{Path(__file__).parent}/"
 _DEMO = _PACKAGE + "demo/"
 _TORCH = f"{Path(torch.__file__).parent}/"
-_WATCHERS = frozenset({"facts.py", "observation.py"})
+_WATCHERS = frozenset({"step_facts.py", "observation.py"})
 """Files of ours that are on the stack whenever an operator is seen."""
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from time import monotonic
 from typing import Any
 
-from flopmeter.flops.counters import CounterUnavailableError, as_share, require_gpu
+from flopmeter.counters import CounterUnavailableError, as_share, require_gpu
 
 DEVICE_TYPE = "cuda"
 ORDER = 10

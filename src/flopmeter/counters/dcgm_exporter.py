@@ -14,7 +14,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from flopmeter.flops.counters import CounterUnavailableError, as_share, require_gpu
+from flopmeter.counters import CounterUnavailableError, as_share, require_gpu
 
 DEVICE_TYPE = "cuda"
 ORDER = 20

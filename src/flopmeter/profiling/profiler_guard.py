@@ -25,7 +25,8 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from flopmeter.errors import CountError
-from flopmeter.flops.patching import replace_attribute
+from flopmeter.hook_hiding import replace_attribute
+from flopmeter.profiling.recorded import NODE, Range
 from flopmeter.torch_compat import (
     PROFILER_PATCHED,
     is_profiler_running,
@@ -46,6 +47,7 @@ _OTHER_TOOLS = (
     "NVPROF_ID",
     "KINETO_USE_DAEMON",
 )
+_BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
@@ -150,6 +152,21 @@ class Recording:
         """A session that still runs when the interpreter ends crashes it."""
         if self.is_on_its_thread:
             self.give_way()
+
+
+def range_of(raw: Any) -> Range:
+    """What the host did, from torch's own record of it."""
+    name, start_ns = raw.name(), raw.start_ns()
+    return Range(
+        name,
+        start_ns,
+        start_ns + raw.duration_ns(),
+        -1 if raw.is_async() else raw.start_thread_id(),  # what ends on another thread nests in nothing there
+        raw.sequence_nr(),
+        raw.scope() == _BACKWARD_SCOPE or name.startswith(NODE),
+        raw.fwd_thread_id(),
+        raw.correlation_id(),
+    )
 
 
 def _has_synchronized(devices: Collection[torch.device]) -> bool:

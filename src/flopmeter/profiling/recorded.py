@@ -1,0 +1,292 @@
+"""What did torch's profiler record, and what was each instant spent on? One reader for live profiles and trace files.
+
+The profiler records a range for everything that passes the dispatcher, so the same work appears several times, one
+range inside the other (`aten::linear` around `aten::addmm`). `nest` finds which range lies in which, `find_phases`
+which part of the step each belongs to, `choose` whose FLOPs count, and `segments` what each instant is charged to.
+Times are in any one unit: live profiles have nanoseconds, trace files microseconds. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import ast
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+from flopmeter.flops.formulas import RECORDED_DTYPES, Formula, Spec, is_closer
+from flopmeter.flops.formulas import Work as Flop
+
+Phase = Literal["loading", "forward", "backward", "recompute", "optimizer", "other"]
+
+NODE = "autograd::engine::evaluate_function"
+LOADING = "enumerate(DataLoader)"
+OPTIMIZER_MARK = "flopmeter: the optimizer steps"
+_OPTIMIZER = ("Optimizer.", OPTIMIZER_MARK)
+
+
+class Work(IntEnum):
+    """What the device is doing at an instant; where several things run at once, the first of this list is charged."""
+
+    DATA = 0
+    """Fetching a batch, on a device that is the host itself."""
+    MATMUL = 1
+    RECOMPUTE = 2
+    OPTIMIZER = 3
+    OTHER_COMPUTE = 4
+    """Element-wise work, norms, softmax, embeddings, sorting."""
+    COMMUNICATION = 5
+    DEVICE_COPY = 6
+    """Copies and fills within the device's memory."""
+    HOST_COPY = 7
+    """Copies between host and device, or between devices."""
+    IDLE = 8
+
+
+COMPUTE = (Work.MATMUL, Work.RECOMPUTE, Work.OPTIMIZER, Work.OTHER_COMPUTE)
+
+
+class Range:
+    """Something that a thread of the host did: an operator, a node of the backward pass, an annotation."""
+
+    __slots__ = (
+        "correlation_id", "cursor", "dtype", "end", "flop", "formula", "forward_thread", "has_closer", "is_counted",
+        "is_inside", "is_node", "is_told", "name", "outer", "phase", "sequence_nr", "start", "thread", "work",
+    )  # fmt: skip
+    outer: Range | None
+    """The range that it lies directly in: see `nest`."""
+    cursor: float
+    """Up to where its own time is shared out."""
+    phase: Phase
+    """See `find_phases`."""
+    work: Work | None
+    """What its own time counts as."""
+    has_closer: bool
+    """Whether an operator inside is the same work, closer to what ran: see `choose`."""
+    is_inside: bool
+    """Whether it lies in an operator that counts."""
+    is_counted: bool
+    is_told: bool
+    """Whether its FLOPs are counted or listed as unknown, here or inside."""
+
+    def __init__(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        thread: int,
+        sequence_nr: int = -1,
+        is_node: bool = False,
+        forward_thread: int = 0,
+        correlation_id: int = 0,
+        formula: Formula | None = None,
+        record: tuple[Flop | None, str] = (None, ""),
+    ) -> None:
+        self.name = name
+        self.start = start
+        self.end = end
+        self.thread = thread
+        self.sequence_nr = sequence_nr
+        """Of the autograd node that the operator makes; negative where gradients are off."""
+        self.is_node = is_node
+        """A node of the backward pass: `forward_thread` and `sequence_nr` name the operator it is the gradient of."""
+        self.forward_thread = forward_thread
+        self.correlation_id = correlation_id
+        """What its kernels refer to."""
+        self.formula = formula
+        self.flop, self.dtype = record
+        """What `recorded_flop` says of the call."""
+
+    def around(self) -> Iterator[Range]:
+        """The ranges that it lies in, inner before outer."""
+        outer = self.outer
+        while outer is not None:
+            yield outer
+            outer = outer.outer
+
+
+def nest(ranges: Iterable[Range]) -> list[Range]:
+    """Find for each range the one that surrounds it on its thread; the result has outer before inner."""
+    nested = sorted(ranges, key=lambda range_: (range_.thread, range_.start, -range_.end))
+    stack: list[Range] = []
+    for range_ in nested:
+        while stack and (stack[-1].thread != range_.thread or stack[-1].end <= range_.start):
+            stack.pop()
+        range_.outer, range_.cursor = (stack[-1] if stack else None), range_.start
+        stack.append(range_)
+    return nested
+
+
+def find_phases(nested: Sequence[Range], graph_building: Cover) -> None:
+    """Say of every range of a live profile which part of the step it belongs to.
+
+    Gradients are on in the forward pass. Inside the backward pass that means forward work done again, except in a pass
+    that builds a graph (`create_graph`).
+    """
+    for range_ in nested:
+        outer = range_.outer.phase if range_.outer is not None else "forward"
+        if range_.is_node:
+            range_.phase = "backward"
+        elif outer in ("loading", "optimizer", "recompute"):
+            range_.phase = outer
+        elif range_.name.startswith(_OPTIMIZER):
+            range_.phase = "optimizer"
+        elif range_.name.startswith(LOADING):
+            range_.phase = "loading"
+        elif outer == "backward" and range_.sequence_nr >= 0 and not graph_building.holds(range_.start):
+            range_.phase = "recompute"
+        else:
+            range_.phase = outer
+
+
+def choose(nested: Sequence[Range]) -> list[Range]:
+    """The ranges whose FLOPs count, so that no work counts twice.
+
+    Of products inside a product that is the innermost, of an attention the whole: see `formulas.is_closer`.
+    """
+    for range_ in nested:
+        range_.has_closer = range_.is_told = False
+        if range_.formula is not None and range_.flop is not None:
+            for outer in range_.around():
+                outer.has_closer |= outer.formula is not None and is_closer(range_.formula, outer.formula)
+    for range_ in nested:
+        around = range_.outer
+        range_.is_inside = around is not None and (around.is_inside or around.is_counted)
+        range_.is_counted = not range_.is_inside and not range_.has_closer and range_.flop is not None
+    return [range_ for range_ in nested if range_.is_counted]
+
+
+def uncounted(nested: Sequence[Range], may_hide_flop: Callable[[str], bool] = lambda _: False) -> list[Range]:
+    """After `choose`, the operators whose FLOPs are known nowhere: neither by their own record nor by one inside.
+
+    Args:
+        may_hide_flop: Whether an operator without a formula is to be listed too.
+    """
+    found = []
+    for range_ in reversed(nested):
+        if range_.is_counted:
+            range_.is_told = True
+        elif not range_.is_inside and not range_.is_told and (range_.formula is not None or may_hide_flop(range_.name)):
+            found.append(range_)
+            range_.is_told = True
+        if range_.is_told and range_.outer is not None:
+            range_.outer.is_told = True
+    return found
+
+
+def recorded_flop(formula: Formula, shapes: Any, dtypes: Any, values: Any) -> tuple[Flop | None, str]:
+    """FLOPs and dtype of a recorded call; the FLOPs are None when the record does not tell them."""
+    try:
+        arguments = recorded_arguments(shapes, dtypes, values)
+        dtype = next((argument.dtype for argument in arguments if isinstance(argument, Spec)), "")
+        flop = formula.of_record(arguments)
+        is_sound = all(isinstance(count, (int, float)) and 0 <= count < 1e30 for count in flop)
+    except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError):
+        return None, ""
+    return (flop if is_sound else None), dtype
+
+
+def recorded_arguments(shapes: Any, dtypes: Any, values: Any) -> list[Any]:
+    """What the operator was called with, each tensor as its `Spec`; what the record has lost is None."""
+    return [_argument(*parts) for parts in zip(shapes, dtypes, values, strict=False)]
+
+
+def _argument(shape: Any, dtype: str, value: Any) -> Any:
+    if dtype == "TensorList":
+        return [Spec(tuple(map(int, member))) for member in shape]
+    if dtype not in ("", "Scalar", "ScalarList", "GenericList"):
+        return Spec(tuple(map(int, shape)), RECORDED_DTYPES.get(dtype, dtype.removeprefix("c10::").lower()))
+    if not isinstance(value, str):
+        return value
+    try:  # a value as a trace file prints it: "[2, 2]", "True", "0."
+        return ast.literal_eval(value) if 0 < len(value) < 1000 else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+
+
+class Cover:
+    """Stretches of time, merged; answers whether an instant lies in one."""
+
+    def __init__(self, stretches: Iterable[tuple[float, float]]) -> None:
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        for start, end in sorted(stretches):
+            if self.ends and start <= self.ends[-1]:
+                self.ends[-1] = max(self.ends[-1], end)
+            elif end > start:
+                self.starts.append(start)
+                self.ends.append(end)
+
+    def holds(self, instant: float) -> bool:
+        position = bisect_right(self.starts, instant) - 1
+        return position >= 0 and instant < self.ends[position]
+
+    def overlap(self, start: float, end: float) -> float:
+        """How much of the stretch from `start` to `end` is covered."""
+        total = 0.0
+        position = max(0, bisect_right(self.starts, start) - 1)
+        while position < len(self.starts) and self.starts[position] < end:
+            total += max(0.0, min(end, self.ends[position]) - max(start, self.starts[position]))
+            position += 1
+        return total
+
+
+class Segment(NamedTuple):
+    """A stretch in which nothing changed."""
+
+    start: float
+    end: float
+    work: int
+    """What it is charged to; `Work.IDLE` when nothing ran."""
+    owner: int
+    """Position of an event: of one that runs and is charged, or of the one that ends an idle stretch; -1 for none."""
+    is_communicating: bool
+    """Whether communication ran, charged or not."""
+
+
+_IDLE = int(Work.IDLE)
+_IDLE_BIT, _COMMUNICATION_BIT = 1 << _IDLE, 1 << int(Work.COMMUNICATION)
+_END, _CUT, _START = 0, 1, 2
+
+
+def segments(
+    starts: Sequence[float], ends: Sequence[float], works: Sequence[int], cuts: Iterable[float]
+) -> Iterator[Segment]:
+    """The time from the first cut to the last, in order, cut at every change and at every cut.
+
+    Where several things ran at once, the instant is charged to one of them, the first in the order of `Work`: compute
+    hides communication, and both hide copies. So the parts are exclusive and add up to the whole.
+    """
+    marks = sorted(set(cuts))
+    if len(marks) < 2:
+        return
+    first, last = marks[0], marks[-1]
+    changes = [(mark, _CUT, -1) for mark in marks]
+    for position, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if end > first and start < last and end > start:
+            changes += [(max(start, first), _START, position), (min(end, last), _END, position)]
+    changes.sort()  # at one instant ends come first
+    active: list[set[int]] = [set() for _ in Work]
+    running = _IDLE_BIT  # a bit for each kind of work, so that the lowest one says what to charge
+    now = first
+    for index, (instant, kind, position) in enumerate(changes):
+        if instant > now:
+            work = (running & -running).bit_length() - 1
+            owner = next(iter(active[work])) if work != _IDLE else _next_start(changes, index)
+            yield Segment(now, instant, work, owner, bool(running & _COMMUNICATION_BIT))
+            now = instant
+        if kind == _START:
+            work = works[position]
+            active[work].add(position)
+            running |= 1 << work
+        elif kind == _END:
+            work = works[position]
+            active[work].discard(position)
+            if not active[work]:
+                running &= ~(1 << work)
+
+
+def _next_start(changes: list[tuple[float, int, int]], index: int) -> int:
+    while index < len(changes) and changes[index][1] != _START:
+        index += 1
+    return changes[index][2] if index < len(changes) else -1
