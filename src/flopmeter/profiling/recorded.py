@@ -43,6 +43,16 @@ class Work(IntEnum):
     IDLE = 8
 
 
+PARTS = {
+    "matmul": Work.MATMUL,
+    "recompute": Work.RECOMPUTE,
+    "non_matmul": Work.OTHER_COMPUTE,
+    "optimizer": Work.OPTIMIZER,
+    "copy": Work.HOST_COPY,
+    "communication": Work.COMMUNICATION,
+    "gap": Work.IDLE,
+}
+"""Names of the run file for what the time of a profiled step is charged to."""
 COMPUTE = (Work.MATMUL, Work.RECOMPUTE, Work.OPTIMIZER, Work.OTHER_COMPUTE)
 
 

@@ -37,19 +37,9 @@ from flopmeter.devices.placement import devices_of
 from flopmeter.flops.formulas import is_matrix_work
 from flopmeter.hook_hiding import OwnHook, hide_hooks, surround_backward
 from flopmeter.profiling.profiler_guard import Recording, range_of, step_blocker
-from flopmeter.profiling.recorded import LOADING, Cover, Range, Work, find_phases, nest, segments
+from flopmeter.profiling.recorded import LOADING, PARTS, Cover, Range, Work, find_phases, nest, segments
 from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, DeviceType, graph_task_id, is_launch
 
-PARTS = {
-    "matmul": Work.MATMUL,
-    "recompute": Work.RECOMPUTE,
-    "non_matmul": Work.OTHER_COMPUTE,
-    "optimizer": Work.OPTIMIZER,
-    "copy": Work.HOST_COPY,
-    "communication": Work.COMMUNICATION,
-    "gap": Work.IDLE,
-}
-"""Names of the run file for what the time of a sampled step is charged to."""
 MAX_TOP = 20
 
 Span = tuple[int, int]

@@ -91,7 +91,7 @@ def read_timeline(
         if collector.is_full:
             problems.append(f"it has more than {MAX_EVENTS:,} events: the rest is not read")
             break
-    timeline = collector.timeline
+    timeline = collector.finish()
     problems += [text.problem] if text.problem else []
     problems += reader.problems
     if timeline.num_unsound:
@@ -221,11 +221,11 @@ def _notes(timeline: Timeline, times: tuple[StepTime, ...], counting: Counting, 
 def top_kernels(timeline: Timeline, windows: list[Window]) -> tuple[tuple[str, float, int], ...]:
     """The longest kernels (outermost operators on a CPU) of all steps: name, seconds, calls."""
     events = timeline.device_events
-    columns = (events.start_us, events.end_us, events.name) if len(events) else timeline.outermost()
+    rows = zip(events.start_us, events.end_us, events.name, strict=True) if len(events) else timeline.outermost()
     names = timeline.kernel_names if len(events) else timeline.operator_names
     first_us, last_us = windows[0].start_us, windows[-1].end_us
     found: dict[str, list[float]] = {}
-    for start_us, end_us, name in zip(*columns, strict=True):
+    for start_us, end_us, name in rows:
         if first_us <= start_us < last_us:
             total = found.setdefault(short_name(names[name]), [0.0, 0])
             total[0] += (end_us - start_us) * 1e-6

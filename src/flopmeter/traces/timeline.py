@@ -6,13 +6,13 @@ are not kept.
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,29 +34,6 @@ _CANNOT_LAUNCH = re.compile(
     r"|Malloc|Free|HostAlloc|Priority|GetDevice|DriverGet|Pointer"
 )
 _WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize$")
-
-
-class Role(IntEnum):
-    """What an operator or annotation on the host tells about the time that it covers."""
-
-    NONE = 0
-    OPERATOR = 1
-    NODE = 2
-    """A node of the backward pass: `autograd::engine::evaluate_function`."""
-    STEP = 3
-    OPTIMIZER = 4
-    FETCH = 5
-
-
-class Effect(IntEnum):
-    """What a call of the runtime may do."""
-
-    NONE = 0
-    LAUNCHES = 1
-    WAITS = 2
-
-
-_NONE, _OPERATOR, _LAUNCHES = Role.NONE, Role.OPERATOR, Effect.LAUNCHES  # an enum's members are slow to name
 
 
 @dataclass(slots=True)
@@ -83,7 +60,7 @@ class Spans:
     start_us: array[float] = field(default_factory=lambda: array("d"))
     end_us: array[float] = field(default_factory=lambda: array("d"))
     thread: array[int] = field(default_factory=lambda: array("l"))
-    """Position in `Timeline.threads`."""
+    """Threads are numbered as they come."""
 
     def __len__(self) -> int:
         return len(self.start_us)
@@ -130,7 +107,6 @@ class Timeline:
     """Number of a ProfilerStep to its host start, end and thread."""
     device_steps: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     """The same as the device saw them; used where the host was not recorded."""
-    threads: dict[Any, int] = field(default_factory=dict)
     num_events: int = 0
     """Events seen, of all kinds."""
     num_unsound: int = 0
@@ -138,17 +114,14 @@ class Timeline:
     has_values: bool = False
     """Whether arguments other than tensors were recorded (strides, flags)."""
 
-    def outermost(self) -> tuple[list[float], list[float], list[int]]:
+    def outermost(self) -> Iterator[tuple[float, float, int]]:
         """Start, end and name of the operators that lie in no other."""
-        spans = self.dispatched
-        order = sorted(range(len(spans)), key=lambda i: (spans.thread[i], spans.start_us[i], -spans.end_us[i]))
-        kept: list[int] = []
-        for i in order:
-            last = kept[-1] if kept else None
-            if last is None or spans.thread[last] != spans.thread[i] or spans.start_us[i] >= spans.end_us[last]:
-                kept.append(i)
-        starts, ends = [spans.start_us[i] for i in kept], [spans.end_us[i] for i in kept]
-        return starts, ends, [self.dispatched_name[i] for i in kept]
+        last_end, last_thread = -math.inf, -1
+        rows = zip(self.dispatched, self.dispatched_name, strict=True)
+        for (start, end, thread), name in sorted(rows, key=lambda row: (row[0][2], row[0][0], -row[0][1])):
+            if thread != last_thread or start >= last_end:
+                yield start, end, name
+                last_end, last_thread = end, thread
 
 
 class Collector:
@@ -158,10 +131,8 @@ class Collector:
         self.timeline = Timeline()
         self._kernel_names: dict[str, int] = {}
         self._operator_names: dict[str, int] = {}
+        self._threads: dict[Any, int] = {}
         self._num_kept = 0
-        spans, names = self.timeline.dispatched, self.timeline.dispatched_name
-        # Most events go there, so the way is kept short.
-        self._add_dispatched = (spans.start_us.append, spans.end_us.append, spans.thread.append, names.append)
         self._on_category: dict[str, Callable[[TraceEvent, float, float], None]] = {
             **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), self._device_event),
             **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime", "runtime"), self._call),
@@ -196,47 +167,42 @@ class Collector:
         columns.start_us.append(start_us)
         columns.end_us.append(end_us)
         columns.work.append(_work(event.cat, event.name))
-        columns.name.append(_position(event.name, self._kernel_names, self.timeline.kernel_names))
+        columns.name.append(self._kernel_names.setdefault(event.name, len(self._kernel_names)))
         columns.correlation.append(_integer(args.correlation) if args is not None else -1)
         if args is not None and args.device is not None:
             self.timeline.device_ids.add(args.device)
 
     def _call(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         effect = _effect(event.name)
-        if effect is _LAUNCHES and event.args is not None:
+        if effect == "waits":
+            self.timeline.waits.setdefault(event.name, []).append(start_us)
+        elif effect == "launches" and event.args is not None:
             correlation = _integer(event.args.correlation)
             if correlation >= 0:
                 self.timeline.launches[correlation] = (start_us, self._thread(event.tid))
-        elif effect is Effect.WAITS:
-            self.timeline.waits.setdefault(event.name, []).append(start_us)
 
     def _host(self, event: TraceEvent, start_us: float, end_us: float) -> None:
-        role, formula = _meaning(event.name)
-        if role is _NONE:
+        kind, formula = _meaning(event.name)
+        if not kind:
             return
         timeline, thread = self.timeline, self._thread(event.tid)
-        if role is _OPERATOR:
+        if kind == "dispatched":
             self._operator(event, start_us, end_us, thread)
             if formula is not None:
                 record = _recorded(formula, event.args)
                 timeline.operators.append(Range(event.name, start_us, end_us, thread, formula=formula, record=record))
                 timeline.has_values |= event.args is not None and bool(bytes(event.args.values))
-        elif role is Role.STEP:
+        elif kind == "steps":
             timeline.steps[_step_number(event.name)] = (start_us, end_us, thread)
         else:
-            spans = {Role.NODE: timeline.nodes, Role.OPTIMIZER: timeline.optimizer, Role.FETCH: timeline.fetches}
-            spans[role].add(start_us, end_us, thread)
-            if role is Role.OPTIMIZER:
+            getattr(timeline, kind).add(start_us, end_us, thread)
+            if kind == "optimizer":
                 timeline.optimizer_ops.add(event.name)
 
     def _operator(self, event: TraceEvent, start_us: float, end_us: float, thread: int) -> None:
         timeline, args, name = self.timeline, event.args, event.name
-        add_start, add_end, add_thread, add_name = self._add_dispatched
-        add_start(start_us)
-        add_end(end_us)
-        add_thread(thread)
-        position = self._operator_names.get(name)
-        add_name(_position(name, self._operator_names, timeline.operator_names) if position is None else position)
+        timeline.dispatched.add(start_us, end_us, thread)
+        timeline.dispatched_name.append(self._operator_names.setdefault(name, len(self._operator_names)))
         if args is None:
             return
         if args.sequence is not None and not args.forward_thread and _integer(args.sequence) >= 0:
@@ -251,39 +217,36 @@ class Collector:
             self.timeline.device_steps[_step_number(event.name)] = (start_us, end_us, -1)
 
     def _thread(self, tid: Any) -> int:
-        threads = self.timeline.threads
-        known = threads.get(tid)
-        return threads.setdefault(tid, len(threads)) if known is None else known
+        return self._threads.setdefault(tid, len(self._threads))
 
-
-def _position(name: str, known: dict[str, int], names: list[str]) -> int:
-    position = known.get(name)
-    if position is None:
-        position = known[name] = len(names)
-        names.append(name)
-    return position
+    def finish(self) -> Timeline:
+        """What was kept, once all events were taken."""
+        self.timeline.kernel_names, self.timeline.operator_names = list(self._kernel_names), list(self._operator_names)
+        return self.timeline
 
 
 @lru_cache(maxsize=65536)
-def _meaning(name: str) -> tuple[Role, Formula | None]:
+def _meaning(name: str) -> tuple[str, Formula | None]:
+    """Which field of `Timeline` keeps an operator or annotation of the host, "" for none; and an operator's formula."""
     if name.startswith(NODE):
-        return Role.NODE, None
+        return "nodes", None
     if name.startswith("Optimizer.step#"):
-        return Role.OPTIMIZER, None
+        return "optimizer", None
     if _STEP.search(name):
-        return Role.STEP, None
+        return "steps", None
     if _FETCH.search(name):
-        return Role.FETCH, None
+        return "fetches", None
     if "::" in name and " " not in name and not name.startswith("torch::autograd"):
-        return Role.OPERATOR, find(name)
-    return Role.NONE, None
+        return "dispatched", find(name)
+    return "", None
 
 
 @lru_cache(maxsize=4096)
-def _effect(name: str) -> Effect:
+def _effect(name: str) -> Literal["waits", "launches", "none"]:
+    """What a call of the runtime may do."""
     if _WAITS.search(name):
-        return Effect.WAITS
-    return Effect.NONE if _CANNOT_LAUNCH.search(name) else Effect.LAUNCHES
+        return "waits"
+    return "none" if _CANNOT_LAUNCH.search(name) else "launches"
 
 
 def _step_number(name: str) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -20,7 +21,7 @@ from flopmeter import __version__
 from flopmeter.errors import TraceError
 from flopmeter.metrics import Step
 from flopmeter.metrics import Window as StepsTogether
-from flopmeter.profiling.recorded import Work
+from flopmeter.profiling.recorded import PARTS, Work
 from flopmeter.record import Header, Run
 from flopmeter.schema import PHASES
 from flopmeter.traces.counting import StepFlop
@@ -76,23 +77,10 @@ def load_trace(
     files = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
     if not files:
         raise TraceError("no trace was given")
-    ranks = [
-        read_rank(
-            file,
-            peak_flop_per_s=peak_flop_per_s,
-            max_text_bytes=max_text_bytes,
-            on_progress=_for(on_progress, file),
-        )
-        for file in files
-    ]
-    return _join(ranks)
-
-
-def _for(on_progress: Progress | None, file: Path) -> Callable[[int, int], None] | None:
-    return None if on_progress is None else lambda done, size: on_progress(file, done, size)
-
-
-def _join(ranks: list[RankTrace]) -> Trace:
+    ranks = []
+    for file in files:
+        show = None if on_progress is None else partial(on_progress, file)
+        ranks.append(read_rank(file, peak_flop_per_s=peak_flop_per_s, max_text_bytes=max_text_bytes, on_progress=show))
     notes = [f"{rank.path.name}: {note}" if len(ranks) > 1 else note for rank in ranks for note in rank.notes]
     known = [rank.rank for rank in ranks]
     if len(ranks) > 1 and (None in known or len(set(known)) < len(known)):
@@ -110,46 +98,33 @@ def _join(ranks: list[RankTrace]) -> Trace:
     return Trace(ranks=tuple(ordered), numbers=numbers, notes=tuple(notes))
 
 
+_OF_RANK = ("rank", "world_size", "device", "num_events", "mfu_reason")
+_OF_STEP = (
+    *("step_s", "busy_s", "compute_s", "communication_s", "exposed_communication_s", "copy_s", "idle_s"),
+    *("launch_gap_s", "data_wait_s", "other_idle_s", "phase_s", "num_launches"),
+)
+
+
 def _rank_dict(rank: RankTrace) -> dict[str, Any]:
-    counting = rank.counting
     return {
         "path": str(rank.path),
-        "rank": rank.rank,
-        "world_size": rank.world_size,
-        "device": rank.device,
-        "num_events": rank.num_events,
-        "coverage": counting.coverage,
-        "uncounted": counting.uncounted,
-        "mfu_reason": rank.mfu_reason,
+        **{name: getattr(rank, name) for name in _OF_RANK},
+        "coverage": rank.counting.coverage,
+        "uncounted": rank.counting.uncounted,
         "peak_flop_per_s": {dtype: peak.flop_per_s for dtype, peak in rank.peaks.items()},
-        "steps": [_step_dict(rank, index, time) for index, time in enumerate(rank.times)],
+        "steps": [_step_dict(rank, flop, time) for flop, time in zip(rank.flops, rank.times, strict=True)],
         "top": [list(row) for row in rank.top],
         "facts": dict(rank.facts),
         "notes": list(rank.notes),
     }
 
 
-def _step_dict(rank: RankTrace, index: int, time: StepTime) -> dict[str, Any]:
-    flop = rank.flops[index]
-    model_flop = sum(flop.model.values()) if flop.model else None
+def _step_dict(rank: RankTrace, flop: StepFlop, time: StepTime) -> dict[str, Any]:
     return {
         "step": time.number,
-        "step_s": time.step_s,
-        "busy_s": time.busy_s,
-        "compute_s": time.compute_s,
-        "communication_s": time.communication_s,
-        "exposed_communication_s": time.exposed_communication_s,
-        "copy_s": time.copy_s,
-        "idle_s": time.idle_s,
-        "launch_gap_s": time.launch_gap_s,
-        "data_wait_s": time.data_wait_s,
-        "other_idle_s": time.other_idle_s,
-        "matmul_s": time.work_s[Work.MATMUL],
-        "recompute_s": time.work_s[Work.RECOMPUTE],
-        "optimizer_s": time.work_s[Work.OPTIMIZER],
-        "phase_s": time.phase_s,
-        "num_launches": time.num_launches,
-        "counted_flop": model_flop,
+        **{name: getattr(time, name) for name in _OF_STEP},
+        **{f"{work.name.lower()}_s": time.work_s[work] for work in (Work.MATMUL, Work.RECOMPUTE, Work.OPTIMIZER)},
+        "counted_flop": sum(flop.model.values()) if flop.model else None,
         "flop_by_phase": flop.by_phase,
         "mfu": rank.mfu(flop.model, time.step_s),
         "hfu": rank.mfu(flop.hardware, time.step_s),
@@ -162,12 +137,11 @@ def make_run(trace: Trace) -> Run:
     steps = [_JobStep(trace, number) for number in trace.numbers]
     header = _header(trace, steps[0])
     run = Run(path=first.path, headers=[header], peaks=dict(header.peak), skipped=list(trace.notes))
-    for step in steps:
-        run.step.append(step.number)
-        run.time.append(step.end_s)
-        _put(run, step.metrics())
-    for column in run.columns.values():
-        column.extend([math.nan] * (len(run) - len(column)))
+    run.step.extend(step.number for step in steps)
+    run.time.extend(step.end_s for step in steps)
+    rows = [step.metrics() for step in steps]
+    for key in dict.fromkeys(key for row in rows for key in row):
+        run.columns[key] = array("d", (row.get(key, math.nan) for row in rows))
     run.events = _events(trace, steps)
     run.summary = {"num_steps": len(steps)}
     return run
@@ -198,8 +172,8 @@ class _JobStep:
         step = Step(
             step_s=self.step_s,
             exposed_s=exposed * self.step_s,
-            model_flop=_summed([flop.model for flop in self.flops]) if has_flop else None,
-            hardware_flop=_summed([flop.hardware for flop in self.flops]) if has_flop else None,
+            model_flop=_summed(flop.model for flop in self.flops) if has_flop else None,
+            hardware_flop=_summed(flop.hardware for flop in self.flops) if has_flop else None,
             phase_s=self._phases(),
         )
         peaks = {dtype: peak.flop_per_s for dtype, peak in self.ranks[0].peaks.items()}
@@ -207,19 +181,18 @@ class _JobStep:
 
     def _phases(self) -> dict[str, float]:
         """Mean shares of the ranks, in seconds of the job's step."""
-        shares = {
-            phase: fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
-            for phase in PHASES
-            if phase != "other"
+        known = [phase for phase in PHASES if phase != "other"]
+        return {
+            phase: self.step_s * fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
+            for phase in known
         }
-        return {phase: share * self.step_s for phase, share in shares.items()}
 
 
-def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for dtype, flop in chain.from_iterable(part.items() for part in parts):
-        total[dtype] = total.get(dtype, 0.0) + flop
-    return total
+def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 def _header(trace: Trace, first_step: _JobStep) -> Header:
@@ -234,13 +207,6 @@ def _header(trace: Trace, first_step: _JobStep) -> Header:
         convention="exact",
         versions={"flopmeter": __version__},
     )
-
-
-def _put(run: Run, metrics: Mapping[str, float]) -> None:
-    for key, value in metrics.items():
-        column = run.columns.setdefault(key, array("d"))
-        column.extend([math.nan] * (len(run) - 1 - len(column)))
-        column.append(value)
 
 
 def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:
@@ -259,41 +225,34 @@ def _event(step: _JobStep, name: str, **fields: Any) -> dict[str, Any]:
 
 def _profile(rank: RankTrace, step: _JobStep, steps: Sequence[_JobStep]) -> dict[str, Any]:
     """The step's exclusive seconds. On a CPU, as for a monitored run, gaps are those of the two passes alone."""
-    time = step.times[0]
-    work = time.work_s
-    inside = [time.detail_s.get((kind, phase), 0.0) for kind in _INSIDE for phase in ("forward", "backward")]
-    optimizer_s = time.phase_s.get("optimizer", 0.0) if rank.is_cpu else work[Work.OPTIMIZER]
-    num_steps = len(rank.times)
-    seconds = {
+    time, num_steps = step.times[0], len(rank.times)
+    seconds = {f"{part}_s": time.work_s[work] for part, work in PARTS.items()}
+    if rank.is_cpu:
+        passes = ("forward", "backward")
+        seconds["non_matmul_s"] = sum(time.detail_s.get((Work.OTHER_COMPUTE, phase), 0.0) for phase in passes)
+        seconds["gap_s"] = sum(time.detail_s.get((Work.IDLE, phase), 0.0) for phase in passes)
+        seconds["optimizer_s"] = time.phase_s.get("optimizer", 0.0)
+    else:
+        seconds["non_matmul_s"] += time.work_s[Work.DEVICE_COPY]
+        seconds["gap_s"] = time.launch_gap_s
+    return {
+        "device": "cpu" if rank.is_cpu else "cuda",
         "step_s": time.step_s,
         "typical_step_s": median(other.step_s for other in steps),
-        "matmul_s": work[Work.MATMUL],
-        "recompute_s": work[Work.RECOMPUTE],
-        "non_matmul_s": sum(inside[:2]) if rank.is_cpu else work[Work.OTHER_COMPUTE] + work[Work.DEVICE_COPY],
-        "optimizer_s": optimizer_s,
-        "communication_s": work[Work.COMMUNICATION],
-        "copy_s": work[Work.HOST_COPY],
-        "gap_s": sum(inside[2:]) if rank.is_cpu else time.launch_gap_s,
+        **seconds,
+        "num_ops": time.num_launches,
+        "top": [[name, total_s / num_steps, calls / num_steps] for name, total_s, calls in rank.top],
     }
-    top = [[name, total_s / num_steps, calls / num_steps] for name, total_s, calls in rank.top]
-    device = "cpu" if rank.is_cpu else "cuda"
-    return {"device": device, **seconds, "num_ops": time.num_launches, "top": top}
-
-
-_INSIDE = (Work.OTHER_COMPUTE, Work.IDLE)
 
 
 def _count(steps: Sequence[_JobStep], rank: RankTrace) -> dict[str, Any]:
     """The median step's FLOPs of the lowest rank, as a counted step would report them."""
     flop = sorted((step.flops[0] for step in steps), key=lambda flop: sum(flop.model.values()))[len(steps) // 2]
     counting = rank.counting
-    left_out = [UNSEEN_MASKS]
-    if counting.coverage is not None and counting.coverage < MIN_COVERAGE:
-        left_out.append(rank.mfu_reason)
-    phases = {f"{name}_flop": flop.by_phase.get(name, 0.0) for name in _FLOP_PHASES}
+    is_partial = counting.coverage is not None and counting.coverage < MIN_COVERAGE
     return {
         "model_flop": sum(flop.model.values()),
-        **phases,
+        **{f"{phase}_flop": flop.by_phase.get(phase, 0.0) for phase in _FLOP_PHASES},
         "hardware_flop": sum(flop.hardware.values()),
         "by_dtype": flop.model,
         "hardware_by_dtype": flop.hardware,
@@ -303,7 +262,7 @@ def _count(steps: Sequence[_JobStep], rank: RankTrace) -> dict[str, Any]:
         "uncounted": counting.uncounted,
         "method": "trace",
         "convention": "exact",
-        "left_out": left_out,
+        "left_out": [UNSEEN_MASKS, *([rank.mfu_reason] if is_partial else [])],
     }
 
 
@@ -318,21 +277,19 @@ _QUANTITIES: dict[str, Callable[[StepTime], float]] = {
 def _rank_statistics(trace: Trace, steps: Sequence[_JobStep]) -> dict[str, Any]:
     numbers = [rank.rank or 0 for rank in trace.ranks]
     world_size = max(trace.ranks[0].world_size or 0, len(numbers))
-    present = set(numbers)
     means = {
-        name: [fmean(map(read, times)) for times in zip(*(step.times for step in steps), strict=True)]
+        name: {number: fmean(read(step.times[i]) for step in steps) for i, number in enumerate(numbers)}
         for name, read in _QUANTITIES.items()
     }
-    own_s = dict(zip(numbers, means["own_s"], strict=True))
+    stats = {}
+    for name, by_rank in means.items():
+        values, slowest = by_rank.values(), max(by_rank, key=by_rank.__getitem__)
+        stats[name] = {"min": min(values), "mean": fmean(values), "max": by_rank[slowest], "argmax": slowest}
+    listed = range(min(world_size, MAX_RANKS_LISTED))
     return {
         "world_size": world_size,
-        "missing": [rank for rank in range(min(world_size, MAX_RANKS_LISTED)) if rank not in present],
-        "stats": {name: _statistics(values, numbers) for name, values in means.items()},
-        "own_s_by_rank": [own_s.get(rank) for rank in range(min(world_size, MAX_RANKS_LISTED))],
+        "missing": [rank for rank in listed if rank not in numbers],
+        "stats": stats,
+        "own_s_by_rank": [means["own_s"].get(rank) for rank in listed],
         "num_steps": len(steps),
     }
-
-
-def _statistics(values: Sequence[float], numbers: Sequence[int]) -> dict[str, float]:
-    largest = max(range(len(values)), key=values.__getitem__)
-    return {"min": min(values), "mean": fmean(values), "max": values[largest], "argmax": numbers[largest]}
