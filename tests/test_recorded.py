@@ -38,8 +38,8 @@ def test_ranges_nest_by_time_on_their_own_thread() -> None:
 def call(name: str, start: int, end: int, *shapes: list[int]) -> Range:
     formula = formulas.find(name)
     assert formula is not None
-    record = recorded_flop(formula, shapes, ["float"] * len(shapes), [None] * len(shapes))
-    return Range(name, start, end, 1, formula=formula, record=record)
+    flop, dtype = recorded_flop(formula, shapes, ["float"] * len(shapes), [None] * len(shapes))
+    return Range(name, start, end, 1, formula=formula, flop=flop, dtype=dtype)
 
 
 def test_of_one_product_inside_another_the_inner_counts_and_a_lost_one_is_listed_once() -> None:

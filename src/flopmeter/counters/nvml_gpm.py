@@ -18,15 +18,7 @@ DEVICE_TYPE = "cuda"
 ORDER = 10
 
 MIN_INTERVAL_S = 0.1
-METRICS = {
-    2: "sm_active",
-    3: "sm_occupancy",
-    5: "tensor_active",
-    10: "dram_active",
-    11: "fp64_active",
-    12: "fp32_active",
-    13: "fp16_active",
-}
+METRICS = {2: "sm_active", 5: "tensor_active", 10: "dram_active"}
 
 
 def open(uuid: str | None) -> NvmlGpmReader:

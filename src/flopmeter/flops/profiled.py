@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +38,6 @@ from flopmeter.profiling.profiler_guard import Recording, range_of
 from flopmeter.profiling.recorded import (
     OPTIMIZER_MARK,
     Cover,
-    Phase,
     Range,
     choose,
     find_phases,
@@ -177,16 +176,6 @@ def _on_loan(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
-class _Op(NamedTuple):
-    """One operator that did matrix work."""
-
-    phase: Phase
-    name: str
-    dtype: str
-    flop: Work
-    has_gradients_off: bool
-
-
 class _StepRecord:
     """What the events of one step amount to."""
 
@@ -206,32 +195,30 @@ class _StepRecord:
         for range_ in _aborted(nested):
             range_.flop = Work(0, 0, 0)
         shares = _math_attention_shares(nested)
-        self.ops: list[_Op] = []
+        self.ops: list[tuple[Range, Work]] = []
         for range_ in choose(nested):
-            assert range_.formula is not None
-            assert range_.flop is not None
+            flop, formula = range_.flop, range_.formula
+            assert flop is not None
+            assert formula is not None
             node = next((outer for outer in range_.around() if outer.is_node), None)
             key = (node.forward_thread, node.sequence_nr) if node is not None and range_.phase == "backward" else None
-            flop = range_.flop._replace(exact=round(range_.flop.full * shares[key])) if key in shares else range_.flop
-            dtype = product_dtype(range_.dtype or "unknown", range_.formula.family, in_tf32)
-            has_gradients_off = all(r.sequence_nr < 0 for r in (range_, *range_.around()))
-            self.ops.append(_Op(range_.phase, range_.name, dtype, flop, has_gradients_off))
+            if key in shares:
+                flop = flop._replace(exact=round(flop.full * shares[key]))
+            range_.dtype = product_dtype(range_.dtype or "unknown", formula.family, in_tf32)
+            if flop.hardware:
+                self.ops.append((range_, flop))
         self.uncounted = Counter(range_.name for range_ in uncounted(nested, _looks_like_matrix_work))
         self.is_compiled = any(range_.name.startswith("CompiledFunction") for range_ in nested)
 
     def flop_count(self, convention: Convention) -> FlopCount:
         """Add up under a convention."""
-        phases: dict[str, float] = defaultdict(float)
-        by_dtype: dict[str, float] = defaultdict(float)
-        hardware_by_dtype: dict[str, float] = defaultdict(float)
-        by_op: dict[str, float] = defaultdict(float)
-        for op in self.ops:
-            if not op.flop.hardware:
-                continue
-            flop = op.flop.full if convention == "full" else op.flop.exact
+        totals: list[dict[str, float]] = [defaultdict(float) for _ in range(4)]
+        phases, by_dtype, hardware_by_dtype, by_op = totals
+        for op, work in self.ops:
+            flop = work.full if convention == "full" else work.exact
             phase = "forward" if op.phase == "loading" else op.phase
             phases[phase] += flop
-            hardware_by_dtype[op.dtype] += op.flop.hardware
+            hardware_by_dtype[op.dtype] += work.hardware
             if phase in ("forward", "backward"):
                 by_dtype[op.dtype] += flop
                 by_op[op.name] += flop
@@ -254,7 +241,8 @@ class _StepRecord:
     def _left_out(self, convention: Convention) -> Iterator[str]:
         if convention == "exact":
             yield UNSEEN_MASKS
-        silent = sum(op.flop.full for op in self.ops if op.has_gradients_off and op.phase == "forward")
+        forward = [(op, work.full) for op, work in self.ops if op.phase == "forward"]
+        silent = sum(flop for op, flop in forward if all(r.sequence_nr < 0 for r in (op, *op.around())))
         if silent:
             yield f"{silent:.4g} FLOP ran forward with gradients off: evaluation inside the step would be among them."
         if self.is_compiled:

@@ -195,31 +195,7 @@ class _Sessions:
         """Whether the user has started a profiler on another thread while ours ran: they may do so again."""
         self.watchers: list[Callable[[], None]] = []
         """Each is called when a session of the user's is about to begin, on the user's thread."""
-        self._undo: list[Callable[[], None]] = []
-
-    def watch(self, on_foreign: Callable[[], None]) -> Callable[[], None]:
-        with self.lock:
-            if not self.watchers:
-                self.foreign = WeakSet(_under_way())
-                self._undo = [
-                    replace_attribute(
-                        torch_profiler.profile, name, _wrapped(name, getattr(torch_profiler.profile, name))
-                    )
-                    for name in PROFILER_PATCHED
-                ]
-            self.watchers.append(on_foreign)
-
-        def unwatch() -> None:
-            with self.lock:
-                if on_foreign in self.watchers:
-                    self.watchers.remove(on_foreign)
-                    while not self.watchers and self._undo:
-                        self._undo.pop()()
-
-        return unwatch
-
-    def is_ours(self, session: torch_profiler.profile) -> bool:
-        return self.own is not None and self.own.profiler is session
+        self.undo: list[Callable[[], None]] = []
 
     def make_way(self, session: torch_profiler.profile) -> None:
         """A session of the user's is about to be prepared: ours has to end first, or is lost."""
@@ -247,7 +223,23 @@ def watch(on_foreign: Callable[[], None] | None = None) -> Callable[[], None]:
     """
     if missing_profiler_name() is not None:
         return lambda: None
-    return _sessions.watch(on_foreign if on_foreign is not None else lambda: None)
+    watcher = on_foreign if on_foreign is not None else lambda: None
+    with _sessions.lock:
+        if not _sessions.watchers:
+            _sessions.foreign = WeakSet(_under_way())
+            _sessions.undo = [
+                replace_attribute(torch_profiler.profile, name, _noticed(name)) for name in PROFILER_PATCHED
+            ]
+        _sessions.watchers.append(watcher)
+
+    def unwatch() -> None:
+        with _sessions.lock:
+            if watcher in _sessions.watchers:
+                _sessions.watchers.remove(watcher)
+                while not _sessions.watchers and _sessions.undo:
+                    _sessions.undo.pop()()
+
+    return unwatch
 
 
 def foreign_profiler() -> str | None:
@@ -323,21 +315,22 @@ def _silent_kineto() -> Iterator[None]:
         os.environ.pop(_LOG_LEVEL, None)
 
 
-def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def prepare(self: torch_profiler.profile, *args: Any, **kwargs: Any) -> Any:
-        if not _sessions.is_ours(self):
-            _sessions.make_way(self)
-        return original(self, *args, **kwargs)
+def _noticed(name: str) -> Callable[..., Any]:
+    """A method of torch's profiler that tells us when a session of the user's is prepared, or has ended."""
+    original = getattr(torch_profiler.profile, name)
+    begins = name == "_prepare_trace"
 
     @wraps(original)
-    def leave(self: torch_profiler.profile, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch_profiler.profile, *args: Any, **kwargs: Any) -> Any:
+        if begins and not (_sessions.own is not None and _sessions.own.profiler is self):
+            _sessions.make_way(self)
         try:
             return original(self, *args, **kwargs)
         finally:
-            _sessions.foreign.discard(self)
+            if not begins:
+                _sessions.foreign.discard(self)
 
-    return prepare if name == "_prepare_trace" else leave
+    return call
 
 
 def _under_way() -> list[torch_profiler.profile]:

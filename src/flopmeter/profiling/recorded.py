@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -56,56 +57,40 @@ PARTS = {
 COMPUTE = (Work.MATMUL, Work.RECOMPUTE, Work.OPTIMIZER, Work.OTHER_COMPUTE)
 
 
+@dataclass(slots=True, eq=False)
 class Range:
     """Something that a thread of the host did: an operator, a node of the backward pass, an annotation."""
 
-    __slots__ = (
-        "correlation_id", "cursor", "dtype", "end", "flop", "formula", "forward_thread", "has_closer", "is_counted",
-        "is_inside", "is_node", "is_told", "name", "outer", "phase", "sequence_nr", "start", "thread", "work",
-    )  # fmt: skip
-    outer: Range | None
+    name: str
+    start: float
+    end: float
+    thread: int
+    sequence_nr: int = -1
+    """Of the autograd node that the operator makes; negative where gradients are off."""
+    is_node: bool = False
+    """A node of the backward pass: `forward_thread` and `sequence_nr` name the operator it is the gradient of."""
+    forward_thread: int = 0
+    correlation_id: int = 0
+    """What its kernels refer to."""
+    formula: Formula | None = None
+    flop: Flop | None = None
+    """See `recorded_flop`."""
+    dtype: str = ""
+    outer: Range | None = field(init=False)
     """The range that it lies directly in: see `nest`."""
-    cursor: float
+    cursor: float = field(init=False)
     """Up to where its own time is shared out."""
-    phase: Phase
+    phase: Phase = field(init=False)
     """See `find_phases`."""
-    work: Work | None
+    work: Work | None = field(init=False)
     """What its own time counts as."""
-    has_closer: bool
+    has_closer: bool = field(init=False)
     """Whether an operator inside is the same work, closer to what ran: see `choose`."""
-    is_inside: bool
+    is_inside: bool = field(init=False)
     """Whether it lies in an operator that counts."""
-    is_counted: bool
-    is_told: bool
-    """Whether its FLOPs are counted or listed as unknown, here or inside."""
-
-    def __init__(
-        self,
-        name: str,
-        start: float,
-        end: float,
-        thread: int,
-        sequence_nr: int = -1,
-        is_node: bool = False,
-        forward_thread: int = 0,
-        correlation_id: int = 0,
-        formula: Formula | None = None,
-        record: tuple[Flop | None, str] = (None, ""),
-    ) -> None:
-        self.name = name
-        self.start = start
-        self.end = end
-        self.thread = thread
-        self.sequence_nr = sequence_nr
-        """Of the autograd node that the operator makes; negative where gradients are off."""
-        self.is_node = is_node
-        """A node of the backward pass: `forward_thread` and `sequence_nr` name the operator it is the gradient of."""
-        self.forward_thread = forward_thread
-        self.correlation_id = correlation_id
-        """What its kernels refer to."""
-        self.formula = formula
-        self.flop, self.dtype = record
-        """What `recorded_flop` says of the call."""
+    is_counted: bool = field(init=False)
+    is_told: bool = field(init=False)
+    """Whether its FLOPs are counted or listed as unknown, here or inside: see `uncounted`."""
 
     def around(self) -> Iterator[Range]:
         """The ranges that it lies in, inner before outer."""
@@ -282,7 +267,8 @@ def segments(
     for index, (instant, kind, position) in enumerate(changes):
         if instant > now:
             work = (running & -running).bit_length() - 1
-            owner = next(iter(active[work])) if work != _IDLE else _next_start(changes, index)
+            coming = (changes[i][2] for i in range(index, len(changes)) if changes[i][1] == _START)
+            owner = next(coming, -1) if work == _IDLE else next(iter(active[work]))
             yield Segment(now, instant, work, owner, bool(running & _COMMUNICATION_BIT))
             now = instant
         if kind == _START:
@@ -294,9 +280,3 @@ def segments(
             active[work].discard(position)
             if not active[work]:
                 running &= ~(1 << work)
-
-
-def _next_start(changes: list[tuple[float, int, int]], index: int) -> int:
-    while index < len(changes) and changes[index][1] != _START:
-        index += 1
-    return changes[index][2] if index < len(changes) else -1

@@ -189,8 +189,9 @@ class Collector:
         if kind == "dispatched":
             self._operator(event, start_us, end_us, thread)
             if formula is not None:
-                record = _recorded(formula, event.args)
-                timeline.operators.append(Range(event.name, start_us, end_us, thread, formula=formula, record=record))
+                flop, dtype = _recorded(formula, event.args)
+                operator = Range(event.name, start_us, end_us, thread, formula=formula, flop=flop, dtype=dtype)
+                timeline.operators.append(operator)
                 timeline.has_values |= event.args is not None and bool(bytes(event.args.values))
         elif kind == "steps":
             timeline.steps[_step_number(event.name)] = (start_us, end_us, thread)
