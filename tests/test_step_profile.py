@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from flopmeter.profiling.recorded import Cover, Range, Work, segments
+from flopmeter.profiling.recorded import Activity, Cover, Range, segments
 from flopmeter.profiling.sampled import Kernel, Marks, SampledStep, reduce_cpu, reduce_cuda, why_not
 
 MS = 1_000_000
@@ -231,10 +231,10 @@ def test_no_kernels_mean_no_data_never_an_idle_device() -> None:
 
 
 def test_time_is_shared_out_by_precedence() -> None:
-    rows = segments([2, 4], [5, 6], [Work.HOST_COPY, Work.MATMUL], (0, 10))
-    assert [(row.start, row.end, row.work) for row in rows] == [
-        (0, 2, Work.IDLE), (2, 4, Work.HOST_COPY), (4, 5, Work.MATMUL), (5, 6, Work.MATMUL), (6, 10, Work.IDLE),
-    ]  # fmt: skip
+    rows = segments([2, 4], [5, 6], [Activity.HOST_COPY, Activity.MATMUL], (0, 10))
+    idle, copy, product = Activity.IDLE, Activity.HOST_COPY, Activity.MATMUL
+    found = [(row.start, row.end, row.activity) for row in rows]
+    assert found == [(0, 2, idle), (2, 4, copy), (4, 5, product), (5, 6, product), (6, 10, idle)]
 
 
 def test_stretches_are_joined_and_asked_for_instants_and_overlaps() -> None:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
-from flopmeter.flops.formulas import RECORDED_DTYPES, Formula, Spec, is_closer
-from flopmeter.flops.formulas import Work as Flop
+from flopmeter.flops.formulas import RECORDED_DTYPES, Formula, Spec, Work, is_closer
 
 Phase = Literal["loading", "forward", "backward", "recompute", "optimizer", "other"]
 
@@ -26,7 +25,7 @@ OPTIMIZER_MARK = "flopmeter: the optimizer steps"
 _OPTIMIZER = ("Optimizer.", OPTIMIZER_MARK)
 
 
-class Work(IntEnum):
+class Activity(IntEnum):
     """What the device is doing at an instant; where several things run at once, the first of this list is charged."""
 
     DATA = 0
@@ -45,16 +44,16 @@ class Work(IntEnum):
 
 
 PARTS = {
-    "matmul": Work.MATMUL,
-    "recompute": Work.RECOMPUTE,
-    "non_matmul": Work.OTHER_COMPUTE,
-    "optimizer": Work.OPTIMIZER,
-    "copy": Work.HOST_COPY,
-    "communication": Work.COMMUNICATION,
-    "gap": Work.IDLE,
+    "matmul": Activity.MATMUL,
+    "recompute": Activity.RECOMPUTE,
+    "non_matmul": Activity.OTHER_COMPUTE,
+    "optimizer": Activity.OPTIMIZER,
+    "copy": Activity.HOST_COPY,
+    "communication": Activity.COMMUNICATION,
+    "gap": Activity.IDLE,
 }
 """Names of the run file for what the time of a profiled step is charged to."""
-COMPUTE = (Work.MATMUL, Work.RECOMPUTE, Work.OPTIMIZER, Work.OTHER_COMPUTE)
+COMPUTE = (Activity.MATMUL, Activity.RECOMPUTE, Activity.OPTIMIZER, Activity.OTHER_COMPUTE)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +72,7 @@ class Range:
     correlation_id: int = 0
     """What its kernels refer to."""
     formula: Formula | None = None
-    flop: Flop | None = None
+    flop: Work | None = None
     """See `recorded_flop`."""
     dtype: str = ""
     outer: Range | None = field(init=False)
@@ -82,7 +81,7 @@ class Range:
     """Up to where its own time is shared out."""
     phase: Phase = field(init=False)
     """See `find_phases`."""
-    work: Work | None = field(init=False)
+    activity: Activity | None = field(init=False)
     """What its own time counts as."""
     has_closer: bool = field(init=False)
     """Whether an operator inside is the same work, closer to what ran: see `choose`."""
@@ -169,7 +168,7 @@ def uncounted(nested: Sequence[Range], may_hide_flop: Callable[[str], bool] = la
     return found
 
 
-def recorded_flop(formula: Formula, shapes: Any, dtypes: Any, values: Any) -> tuple[Flop | None, str]:
+def recorded_flop(formula: Formula, shapes: Any, dtypes: Any, values: Any) -> tuple[Work | None, str]:
     """FLOPs and dtype of a recorded call; the FLOPs are None when the record does not tell them."""
     try:
         arguments = recorded_arguments(shapes, dtypes, values)
@@ -231,16 +230,16 @@ class Segment(NamedTuple):
 
     start: float
     end: float
-    work: int
-    """What it is charged to; `Work.IDLE` when nothing ran."""
+    activity: int
+    """What it is charged to; `Activity.IDLE` when nothing ran."""
     owner: int
     """Position of an event: of one that runs and is charged, or of the one that ends an idle stretch; -1 for none."""
     is_communicating: bool
     """Whether communication ran, charged or not."""
 
 
-_IDLE = int(Work.IDLE)
-_IDLE_BIT, _COMMUNICATION_BIT = 1 << _IDLE, 1 << int(Work.COMMUNICATION)
+_IDLE = int(Activity.IDLE)
+_IDLE_BIT, _COMMUNICATION_BIT = 1 << _IDLE, 1 << int(Activity.COMMUNICATION)
 _END, _CUT, _START = 0, 1, 2
 
 
@@ -249,8 +248,8 @@ def segments(
 ) -> Iterator[Segment]:
     """The time from the first cut to the last, in order, cut at every change and at every cut.
 
-    Where several things ran at once, the instant is charged to one of them, the first in the order of `Work`: compute
-    hides communication, and both hide copies. So the parts are exclusive and add up to the whole.
+    Where several things ran at once, the instant is charged to one of them, the first in the order of `Activity`:
+    compute hides communication, and both hide copies. So the parts are exclusive and add up to the whole.
     """
     marks = sorted(set(cuts))
     if len(marks) < 2:
@@ -261,7 +260,7 @@ def segments(
         if end > first and start < last and end > start:
             changes += [(max(start, first), _START, position), (min(end, last), _END, position)]
     changes.sort()  # at one instant ends come first
-    active: list[set[int]] = [set() for _ in Work]
+    active: list[set[int]] = [set() for _ in Activity]
     running = _IDLE_BIT  # a bit for each kind of work, so that the lowest one says what to charge
     now = first
     for index, (instant, kind, position) in enumerate(changes):

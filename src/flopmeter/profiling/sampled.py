@@ -6,9 +6,9 @@
     sampled.stop()
     sampled.profile.fields()
 
-Each moment of a thread belongs to the innermost operator that runs in it, and where several threads or streams run at
-once, to the first in `Work`. So the parts are exclusive and add up. On a CPU the operators themselves are the work; on
-CUDA the kernels are, and an operator only says what its kernels were for.
+Each moment of a thread belongs to the innermost operator that runs in it, and where several threads or streams run
+at once, to the first in `Activity`. So the parts are exclusive and add up. On a CPU the operators themselves are the
+work; on CUDA the kernels are, and an operator only says what its kernels were for.
 
 Left out: time outside the forward, backward and optimizer windows, such as the wait for data; and inside a compiled
 region whatever the compiler fused, which counts as non-matmul work as a whole. Recording costs about a microsecond a
@@ -37,7 +37,7 @@ from flopmeter.devices.placement import devices_of
 from flopmeter.flops.formulas import is_matrix_work
 from flopmeter.hook_hiding import OwnHook, hide_hooks, surround_backward
 from flopmeter.profiling.profiler_guard import Recording, range_of, step_blocker
-from flopmeter.profiling.recorded import LOADING, PARTS, Cover, Range, Work, find_phases, nest, segments
+from flopmeter.profiling.recorded import LOADING, PARTS, Activity, Cover, Range, find_phases, nest, segments
 from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, DeviceType, graph_task_id, is_launch
 
 MAX_TOP = 20
@@ -122,14 +122,14 @@ def reduce_cpu(ranges: Iterable[Range], marks: Marks) -> StepProfile | None:
 def reduce_cuda(ranges: Iterable[Range], kernels: Iterable[Kernel], marks: Marks) -> StepProfile | None:
     """Split a step whose work is done by kernels; None when there is none, which is no sign of an idle device."""
     host = _Host(ranges, marks)
-    own: list[tuple[Kernel, Work]] = []
+    own: list[tuple[Kernel, Activity]] = []
     spent: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for kernel in kernels:
         # Kernels of the step before run into this one: only what was launched in it is its own.
         by_op = host.by_id.get(kernel.op_id)
         launched_ns = marks.launches.get(kernel.launch_id, by_op.start if by_op is not None else -1)
         if marks.step[0] <= launched_ns < marks.step[1]:
-            own.append((kernel, _kernel_work(kernel.name, by_op.work if by_op is not None else None)))
+            own.append((kernel, _kernel_activity(kernel.name, by_op.activity if by_op is not None else None)))
             spent[kernel.name][0] += kernel.end_ns - kernel.start_ns
             spent[kernel.name][1] += 1
     if not own:
@@ -145,14 +145,14 @@ def reduce_cuda(ranges: Iterable[Range], kernels: Iterable[Kernel], marks: Marks
 
 
 def _exclusive(
-    intervals: Sequence[tuple[float, float, Work]], whole: tuple[float, float], gap: Callable[[float, float], float]
+    intervals: Sequence[tuple[float, float, Activity]], whole: tuple[float, float], gap: Callable[[float, float], float]
 ) -> dict[str, float]:
     """Seconds by part; `gap` says how much of a stretch in which nothing ran is a gap."""
-    spent: dict[int, float] = dict.fromkeys(Work, 0.0)
+    spent: dict[int, float] = dict.fromkeys(Activity, 0.0)
     starts, ends, works = zip(*intervals, strict=True)
     for segment in segments(starts, ends, works, whole):
-        is_idle = segment.work == Work.IDLE
-        spent[segment.work] += gap(segment.start, segment.end) if is_idle else segment.end - segment.start
+        is_idle = segment.activity == Activity.IDLE
+        spent[segment.activity] += gap(segment.start, segment.end) if is_idle else segment.end - segment.start
     return {part: spent[work] / 1e9 for part, work in PARTS.items()}
 
 
@@ -160,7 +160,7 @@ class _Host:
     """What the threads of the host did: each moment belongs to the innermost operator that ran in it."""
 
     def __init__(self, ranges: Iterable[Range], marks: Marks) -> None:
-        self.intervals: list[tuple[float, float, Work]] = []
+        self.intervals: list[tuple[float, float, Activity]] = []
         self.spent: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self.num_ops = 0
         self._windows, self._step = marks.windows(), marks.step
@@ -170,8 +170,8 @@ class _Host:
         recomputed_until: dict[int, float] = {}
         for range_ in self.nested:
             outer, is_op = range_.outer, is_operator(range_)
-            range_.work = self._work(range_, is_op)
-            if range_.work is not None:
+            range_.activity = self._work(range_, is_op)
+            if range_.activity is not None:
                 self.spent[range_.name][1] += 1
                 self.num_ops += is_op and not any(map(is_operator, range_.around()))
             if outer is None:
@@ -181,7 +181,7 @@ class _Host:
             # The interpreter between two recomputed operators recomputes too.
             if range_.phase == "recompute" and outer.phase != "recompute":
                 if id(outer) in recomputed_until:
-                    self.intervals.append((recomputed_until[id(outer)], range_.start, Work.RECOMPUTE))
+                    self.intervals.append((recomputed_until[id(outer)], range_.start, Activity.RECOMPUTE))
                 recomputed_until[id(outer)] = range_.end
             elif range_.is_node:
                 recomputed_until.pop(id(outer), None)
@@ -190,28 +190,28 @@ class _Host:
 
     def _note_own(self, range_: Range, until: float) -> None:
         """The time since the last inner range belongs to this one."""
-        if range_.work is not None and until > range_.cursor:
-            self.intervals.append((range_.cursor, until, range_.work))
+        if range_.activity is not None and until > range_.cursor:
+            self.intervals.append((range_.cursor, until, range_.activity))
             self.spent[range_.name][0] += int(until - range_.cursor)
 
-    def _work(self, range_: Range, is_op: bool) -> Work | None:
+    def _work(self, range_: Range, is_op: bool) -> Activity | None:
         """What the range's own time counts as; None for what only surrounds operators."""
         is_in_step = self._step[0] <= range_.start < self._step[1]
         if range_.phase == "optimizer":
-            return Work.OPTIMIZER if is_in_step else None
+            return Activity.OPTIMIZER if is_in_step else None
         if not is_op or range_.phase == "loading":
             return None
         if _is_collective(range_.name):
-            return Work.COMMUNICATION
+            return Activity.COMMUNICATION
         if range_.phase == "recompute":
-            return Work.RECOMPUTE
+            return Activity.RECOMPUTE
         if range_.phase == "forward" and not self._windows.holds(range_.start):
             if range_.outer is not None:
-                return range_.outer.work
+                return range_.outer.activity
             # After the last backward pass lies what prepares the update, such as clipping gradients.
             ends = self._windows.ends
-            return Work.OPTIMIZER if ends and ends[-1] <= range_.start and is_in_step else None
-        return Work.MATMUL if is_matrix_work(range_.name) else Work.OTHER_COMPUTE
+            return Activity.OPTIMIZER if ends and ends[-1] <= range_.start and is_in_step else None
+        return Activity.MATMUL if is_matrix_work(range_.name) else Activity.OTHER_COMPUTE
 
 
 def is_operator(range_: Range) -> bool:
@@ -226,7 +226,7 @@ def _names_operator(name: str) -> bool:
     return "::" in name or name.startswith(_COMPILED) or _is_collective(name)
 
 
-def _begin_ns(own: Sequence[tuple[Kernel, Work]]) -> int:
+def _begin_ns(own: Sequence[tuple[Kernel, Activity]]) -> int:
     """When the device comes to this step: when the stream that computes does.
 
     Until then that works for the step before, unrecorded, and what runs beside it (the next batch on its way, on a
@@ -234,19 +234,19 @@ def _begin_ns(own: Sequence[tuple[Kernel, Work]]) -> int:
     """
     busy_ns: dict[int, int] = defaultdict(int)
     for kernel, work in own:
-        if work not in (Work.HOST_COPY, Work.COMMUNICATION):
+        if work not in (Activity.HOST_COPY, Activity.COMMUNICATION):
             busy_ns[kernel.stream] += kernel.end_ns - kernel.start_ns
     stream = max(busy_ns, key=busy_ns.__getitem__, default=None)
     return min(kernel.start_ns for kernel, _ in own if stream is None or kernel.stream == stream)
 
 
-def _kernel_work(name: str, of_operator: Work | None) -> Work:
+def _kernel_activity(name: str, of_operator: Activity | None) -> Activity:
     if is_communication(name):
-        return Work.COMMUNICATION
+        return Activity.COMMUNICATION
     if _HOST_COPY.search(name):
-        return Work.HOST_COPY
-    if of_operator is None or of_operator == Work.COMMUNICATION:
-        return Work.MATMUL if is_matmul(name) else Work.OTHER_COMPUTE
+        return Activity.HOST_COPY
+    if of_operator is None or of_operator == Activity.COMMUNICATION:
+        return Activity.MATMUL if is_matmul(name) else Activity.OTHER_COMPUTE
     return of_operator
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 
 from flopmeter.devices.kernels import is_matmul, is_tf32
 from flopmeter.errors import ConfigError
-from flopmeter.profiling.recorded import Range, Work, choose, nest, uncounted
+from flopmeter.profiling.recorded import Activity, Range, choose, nest, uncounted
 from flopmeter.traces.placement import Host, Placement
-from flopmeter.traces.steps import Window
+from flopmeter.traces.steps import StepWindow
 from flopmeter.traces.timeline import Timeline
 
 _ATTENTION = frozenset({"attention", "flex_attention"})
 
 
 @dataclass(slots=True)
-class StepFlop:
+class TracedFlop:
     """FLOPs of one step; dtypes have the names of the peak table."""
 
     by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -39,7 +39,7 @@ class StepFlop:
 class Counting:
     """The FLOPs of a trace."""
 
-    steps: list[StepFlop]
+    steps: list[TracedFlop]
     """One for each window."""
     coverage: float | None = None
     """Share of the matrix work, by its time, whose shapes were recorded and understood; None when there is none."""
@@ -51,11 +51,11 @@ class Counting:
     """Whether attention was counted without knowing if it was causal."""
 
 
-def count(timeline: Timeline, placed: Placement, host: Host, windows: list[Window]) -> Counting:
+def count(timeline: Timeline, placed: Placement, host: Host, windows: list[StepWindow]) -> Counting:
     """Add up the operators of each window."""
     nested = nest(timeline.operators)
     counted, lost = choose(nested), uncounted(nested)
-    result = Counting(steps=[StepFlop() for _ in windows], uncounted=Counter(operator.name for operator in lost))
+    result = Counting(steps=[TracedFlop() for _ in windows], uncounted=Counter(operator.name for operator in lost))
     kernels = _Kernels(timeline, placed) if len(timeline.device_events) else None
     for operator in counted:
         launched = kernels.of(operator) if kernels else []
@@ -101,7 +101,7 @@ class _Kernels:
         """Time of the kernels that multiply matrices: those of counted operators, and the others."""
         spent_us = [0.0, 0.0]
         for position in range(len(self._placed)):
-            if self._placed.work[position] < Work.COMMUNICATION and is_matmul(next(self.names([position]))):
+            if self._placed.activity[position] < Activity.COMMUNICATION and is_matmul(next(self.names([position]))):
                 is_untold = position not in self._told
                 spent_us[is_untold] += self._placed.end_us[position] - self._placed.start_us[position]
         return spent_us[0], spent_us[1]
@@ -121,7 +121,7 @@ def _dtype(operator: Range, kernels: _Kernels | None, launched: list[int], resul
     return "tf32" if is_tensor_core else "fp32"
 
 
-def _take(step: StepFlop, operator: Range, dtype: str, host: Host) -> None:
+def _take(step: TracedFlop, operator: Range, dtype: str, host: Host) -> None:
     assert operator.flop is not None
     phase = host.phase(operator.thread, operator.start)
     if phase == "backward" and host.is_repeated(operator.thread, operator.start):

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flopmeter.devices.kernels import is_matmul
-from flopmeter.profiling.recorded import Cover, Phase, Work
+from flopmeter.profiling.recorded import Activity, Cover, Phase
 from flopmeter.traces.timeline import Spans, Timeline
 
 _NOTHING = Cover(())
@@ -88,8 +88,8 @@ class Placement:
 
     start_us: array[float]
     end_us: array[float]
-    work: array[int]
-    """`Work`, with compute told apart by what it was launched for."""
+    activity: array[int]
+    """`Activity`, with compute told apart by what it was launched for."""
     phase: list[Phase] = field(default_factory=list)
     launch_us: array[float] = field(default_factory=lambda: array("d"))
     """When the host launched it; NaN when the trace does not say."""
@@ -107,27 +107,27 @@ def place(timeline: Timeline, host: Host) -> Placement:
 
 def _kernels(timeline: Timeline, host: Host) -> Placement:
     events = timeline.device_events
-    placed = Placement(start_us=events.start_us, end_us=events.end_us, work=array("b", events.work))
+    placed = Placement(start_us=events.start_us, end_us=events.end_us, activity=array("b", events.activity))
     for position, correlation in enumerate(events.correlation):
         launch_us, thread = timeline.launches.get(correlation, (math.nan, -1))
         phase: Phase = host.phase(thread, launch_us) if thread >= 0 else "other"
         placed.launch_us.append(launch_us)
         placed.thread.append(thread)
         placed.phase.append(phase)
-        if placed.work[position] == Work.OTHER_COMPUTE:
+        if placed.activity[position] == Activity.OTHER_COMPUTE:
             is_product = is_matmul(timeline.kernel_names[events.name[position]])
-            placed.work[position] = _purpose(host, phase, thread, launch_us, is_product)
+            placed.activity[position] = _purpose(host, phase, thread, launch_us, is_product)
     return placed
 
 
-def _purpose(host: Host, phase: Phase, thread: int, instant: float, is_product: bool) -> Work:
+def _purpose(host: Host, phase: Phase, thread: int, instant: float, is_product: bool) -> Activity:
     if phase == "optimizer":
-        return Work.OPTIMIZER
+        return Activity.OPTIMIZER
     if phase == "backward" and host.is_repeated(thread, instant):
-        return Work.RECOMPUTE
+        return Activity.RECOMPUTE
     if is_product or host.is_in_product(thread, instant):
-        return Work.MATMUL
-    return Work.OTHER_COMPUTE
+        return Activity.MATMUL
+    return Activity.OTHER_COMPUTE
 
 
 def _operators(timeline: Timeline, host: Host) -> Placement:
@@ -137,14 +137,14 @@ def _operators(timeline: Timeline, host: Host) -> Placement:
     placed = Placement(
         start_us=spans.start_us + array("d", fetches.starts),
         end_us=spans.end_us + array("d", fetches.ends),
-        work=array("b"),
+        activity=array("b"),
         launch_us=spans.start_us + array("d", [math.nan]) * num_fetches,
         thread=spans.thread + array("l", [-1]) * num_fetches,
     )
     for start_us, _, thread in spans:
         phase = host.phase(thread, start_us)
         placed.phase.append(phase)
-        placed.work.append(_purpose(host, phase, thread, start_us, False))
+        placed.activity.append(_purpose(host, phase, thread, start_us, False))
     placed.phase += ["other"] * num_fetches
-    placed.work.extend([Work.DATA] * num_fetches)
+    placed.activity.extend([Activity.DATA] * num_fetches)
     return placed

@@ -13,12 +13,12 @@ import msgspec
 from flopmeter.devices.kernels import short_name
 from flopmeter.errors import FlopmeterError, TraceError
 from flopmeter.metrics import utilisation
-from flopmeter.profiling.recorded import Cover, Work
+from flopmeter.profiling.recorded import Activity, Cover
 from flopmeter.text import percent
-from flopmeter.traces.counting import Counting, StepFlop, count
+from flopmeter.traces.counting import Counting, TracedFlop, count
 from flopmeter.traces.events import EventReader, Head, Progress, TraceText
 from flopmeter.traces.placement import Host, Placement, place
-from flopmeter.traces.steps import StepTime, Window, find_windows, split
+from flopmeter.traces.steps import StepWindow, TracedStep, find_windows, split
 from flopmeter.traces.timeline import MAX_EVENTS, Collector, Timeline
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class RankTrace:
     origin_us: float
     """Unix time of the trace's zero, in microseconds."""
     num_events: int
-    times: tuple[StepTime, ...]
-    flops: tuple[StepFlop, ...]
+    times: tuple[TracedStep, ...]
+    flops: tuple[TracedFlop, ...]
     """One for each of `times`."""
     counting: Counting
     peaks: Mapping[str, Peak] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def _why_no_flop(counting: Counting, timeline: Timeline, dtypes: list[str]) -> s
     return ""
 
 
-def _notes(timeline: Timeline, times: tuple[StepTime, ...], counting: Counting, placed: Placement) -> list[str]:
+def _notes(timeline: Timeline, times: tuple[TracedStep, ...], counting: Counting, placed: Placement) -> list[str]:
     notes = []
     if not timeline.steps and not timeline.device_steps:
         notes.append("it has no ProfilerStep, so all of it is taken as one step: call profiler.step() in the loop")
@@ -212,13 +212,15 @@ def _notes(timeline: Timeline, times: tuple[StepTime, ...], counting: Counting, 
             f"for {percent(idle_s / all_s)} of the time the device was idle with work in its queue: it waited for "
             "another stream or rank, or ran what the profiler did not record"
         )
-    num_orphans = sum(thread < 0 and work != Work.DATA for thread, work in zip(placed.thread, placed.work, strict=True))
+    num_orphans = sum(
+        thread < 0 and work != Activity.DATA for thread, work in zip(placed.thread, placed.activity, strict=True)
+    )
     if num_orphans:
         notes.append(f"{num_orphans} kernels and copies have no recorded launch, so their phase is unknown")
     return notes
 
 
-def top_kernels(timeline: Timeline, windows: list[Window]) -> tuple[tuple[str, float, int], ...]:
+def top_kernels(timeline: Timeline, windows: list[StepWindow]) -> tuple[tuple[str, float, int], ...]:
     """The longest kernels (outermost operators on a CPU) of all steps: name, seconds, calls."""
     events = timeline.device_events
     rows = zip(events.start_us, events.end_us, events.name, strict=True) if len(events) else timeline.outermost()
@@ -235,7 +237,7 @@ def top_kernels(timeline: Timeline, windows: list[Window]) -> tuple[tuple[str, f
 
 
 def find_facts(
-    timeline: Timeline, windows: list[Window], times: tuple[StepTime, ...], counting: Counting, is_cpu: bool
+    timeline: Timeline, windows: list[StepWindow], times: tuple[TracedStep, ...], counting: Counting, is_cpu: bool
 ) -> dict[str, Any]:
     """A typical step in the words of the event `facts`: means over the steps."""
     num_steps = len(times)

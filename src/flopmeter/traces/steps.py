@@ -13,16 +13,20 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from flopmeter.profiling.recorded import COMPUTE, Segment, Work, segments
+from flopmeter.profiling.recorded import COMPUTE, Activity, Segment, segments
 from flopmeter.traces.placement import Host, Placement
 from flopmeter.traces.timeline import Timeline
 
 _US = 1e-6
-_IDLE, _DATA, _HOST_COPY = int(Work.IDLE), int(Work.DATA), int(Work.HOST_COPY)  # an enum's members are slow to name
+_IDLE, _DATA, _HOST_COPY = (
+    int(Activity.IDLE),
+    int(Activity.DATA),
+    int(Activity.HOST_COPY),
+)  # an enum's members are slow to name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class StepWindow:
     """One step's stretch of time."""
 
     number: int
@@ -37,14 +41,14 @@ class Window:
 
 
 @dataclass(kw_only=True, slots=True)
-class StepTime:
+class TracedStep:
     """Seconds of one step. compute, exposed communication, copies and idle add up to the step."""
 
     number: int
     end_us: float
     step_s: float
-    work_s: dict[int, float] = field(default_factory=lambda: dict.fromkeys(map(int, Work), 0.0))
-    """By `Work`: what each instant is charged to."""
+    activity_s: dict[int, float] = field(default_factory=lambda: dict.fromkeys(map(int, Activity), 0.0))
+    """By `Activity`: what each instant is charged to."""
     communication_s: float = 0.0
     """With communication running, hidden by compute or not."""
     launch_gap_s: float = 0.0
@@ -64,29 +68,29 @@ class StepTime:
 
     @property
     def compute_s(self) -> float:
-        return sum(self.work_s[work] for work in COMPUTE)
+        return sum(self.activity_s[work] for work in COMPUTE)
 
     @property
     def exposed_communication_s(self) -> float:
         """Communication that no compute hides."""
-        return self.work_s[Work.COMMUNICATION]
+        return self.activity_s[Activity.COMMUNICATION]
 
     @property
     def copy_s(self) -> float:
         """Copies and fills that neither compute nor communication hides."""
-        return self.work_s[Work.DEVICE_COPY] + self.work_s[Work.HOST_COPY]
+        return self.activity_s[Activity.DEVICE_COPY] + self.activity_s[Activity.HOST_COPY]
 
     @property
     def idle_s(self) -> float:
         """Nothing ran; on a CPU, fetching a batch is among it."""
-        return self.work_s[Work.IDLE] + self.work_s[Work.DATA]
+        return self.activity_s[Activity.IDLE] + self.activity_s[Activity.DATA]
 
     @property
     def busy_s(self) -> float:
         return self.step_s - self.idle_s
 
 
-def find_windows(timeline: Timeline, placed: Placement) -> list[Window]:
+def find_windows(timeline: Timeline, placed: Placement) -> list[StepWindow]:
     """The steps of a trace in the order of time; one for the whole of it when it has none.
 
     A last step in which nothing was launched (the loop found no more data) is none.
@@ -106,18 +110,18 @@ def find_windows(timeline: Timeline, placed: Placement) -> list[Window]:
         begin = max(begin, _leftovers_us(begin, bounds[0], placed))
     for start, end, bound, (_, _, number) in zip(starts, ends, bounds, rows, strict=True):
         if bound > begin:
-            windows.append(Window(number=number, host_us=start, host_end_us=end, start_us=begin, end_us=bound))
+            windows.append(StepWindow(number=number, host_us=start, host_end_us=end, start_us=begin, end_us=bound))
             begin = bound
     return windows
 
 
-def _whole(placed: Placement) -> list[Window]:
+def _whole(placed: Placement) -> list[StepWindow]:
     if not len(placed):
         return []
     start_us, end_us = min(placed.start_us), max(placed.end_us)
     if end_us <= start_us:
         return []
-    return [Window(number=0, host_us=-math.inf, host_end_us=math.inf, start_us=start_us, end_us=end_us)]
+    return [StepWindow(number=0, host_us=-math.inf, host_end_us=math.inf, start_us=start_us, end_us=end_us)]
 
 
 def _device_ends(starts: list[float], ends: list[float], placed: Placement) -> list[float]:
@@ -129,7 +133,7 @@ def _device_ends(starts: list[float], ends: list[float], placed: Placement) -> l
         if index < 0 or instant > ends[-1]:
             continue
         anything[index] = max(anything[index], placed.end_us[position])
-        if placed.work[position] in COMPUTE:
+        if placed.activity[position] in COMPUTE:
             compute[index] = max(compute[index], placed.end_us[position])
     compute[-1] = max(anything[-1], ends[-1])
     return [end if math.isinf(done) else done for done, end in zip(compute, ends, strict=True)]
@@ -141,18 +145,18 @@ def _leftovers_us(first_us: float, done_us: float, placed: Placement) -> float:
     Such kernels have an older launch or none on record. Where kernels without a launch run on beyond the first step,
     they are not left over but badly recorded, and tell nothing.
     """
-    rows = zip(placed.end_us, placed.launch_us, placed.work, strict=True)
+    rows = zip(placed.end_us, placed.launch_us, placed.activity, strict=True)
     older = [end_us for end_us, launch_us, work in rows if work in COMPUTE and not launch_us >= first_us]
     last_us = max(older, default=-math.inf)
     return last_us if last_us < done_us else -math.inf
 
 
-def split(windows: list[Window], placed: Placement, host: Host) -> list[StepTime]:
+def split(windows: list[StepWindow], placed: Placement, host: Host) -> list[TracedStep]:
     """Charge every instant of every window."""
-    times = [StepTime(number=w.number, end_us=w.end_us, step_s=(w.end_us - w.start_us) * _US) for w in windows]
+    times = [TracedStep(number=w.number, end_us=w.end_us, step_s=(w.end_us - w.start_us) * _US) for w in windows]
     cuts = [window.start_us for window in windows] + [window.end_us for window in windows[-1:]]
     index = 0
-    for segment in segments(placed.start_us, placed.end_us, placed.work, cuts):
+    for segment in segments(placed.start_us, placed.end_us, placed.activity, cuts):
         while segment.start >= windows[index].end_us:
             index += 1
         _charge(times[index], segment, placed, host)
@@ -160,9 +164,9 @@ def split(windows: list[Window], placed: Placement, host: Host) -> list[StepTime
     return times
 
 
-def _charge(time: StepTime, segment: Segment, placed: Placement, host: Host) -> None:
-    seconds, work = (segment.end - segment.start) * _US, segment.work
-    time.work_s[work] += seconds
+def _charge(time: TracedStep, segment: Segment, placed: Placement, host: Host) -> None:
+    seconds, work = (segment.end - segment.start) * _US, segment.activity
+    time.activity_s[work] += seconds
     if segment.is_communicating:
         time.communication_s += seconds
     if work == _IDLE:
@@ -180,7 +184,7 @@ def _charge(time: StepTime, segment: Segment, placed: Placement, host: Host) -> 
     time.detail_s[work, phase] = time.detail_s.get((work, phase), 0.0) + seconds
 
 
-def _charge_gap(time: StepTime, gap: Segment, placed: Placement, host: Host) -> float:
+def _charge_gap(time: TracedStep, gap: Segment, placed: Placement, host: Host) -> float:
     """Say why the device was idle; the part that was a wait for data is returned."""
     seconds = (gap.end - gap.start) * _US
     launch_us = placed.launch_us[gap.owner] if gap.owner >= 0 else math.nan
@@ -195,11 +199,11 @@ def _charge_gap(time: StepTime, gap: Segment, placed: Placement, host: Host) -> 
     return waited_s
 
 
-def _count_launches(times: list[StepTime], windows: list[Window], placed: Placement) -> None:
+def _count_launches(times: list[TracedStep], windows: list[StepWindow], placed: Placement) -> None:
     starts = [window.start_us for window in windows]
-    for start_us, work in zip(placed.start_us, placed.work, strict=True):
+    for start_us, work in zip(placed.start_us, placed.activity, strict=True):
         index = bisect_right(starts, start_us) - 1
-        if index < 0 or start_us >= windows[index].end_us or work == Work.DATA:
+        if index < 0 or start_us >= windows[index].end_us or work == Activity.DATA:
             continue
         times[index].num_launches += 1
-        times[index].num_optimizer_launches += work == Work.OPTIMIZER
+        times[index].num_optimizer_launches += work == Activity.OPTIMIZER

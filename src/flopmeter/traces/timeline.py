@@ -17,9 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 from flopmeter.devices.kernels import is_communication
-from flopmeter.flops.formulas import Formula, find
-from flopmeter.flops.formulas import Work as Flop
-from flopmeter.profiling.recorded import NODE, Range, Work, recorded_flop
+from flopmeter.flops.formulas import Formula, Work, find
+from flopmeter.profiling.recorded import NODE, Activity, Range, recorded_flop
 from flopmeter.traces.events import Args, TraceEvent
 
 MAX_EVENTS = 20_000_000
@@ -42,8 +41,8 @@ class DeviceEvents:
 
     start_us: array[float] = field(default_factory=lambda: array("d"))
     end_us: array[float] = field(default_factory=lambda: array("d"))
-    work: array[int] = field(default_factory=lambda: array("b"))
-    """`Work` as the name alone tells it."""
+    activity: array[int] = field(default_factory=lambda: array("b"))
+    """`Activity` as the name alone tells it."""
     name: array[int] = field(default_factory=lambda: array("l"))
     """Position in `Timeline.kernel_names`."""
     correlation: array[int] = field(default_factory=lambda: array("q"))
@@ -166,7 +165,7 @@ class Collector:
         columns, args = self.timeline.device_events, event.args
         columns.start_us.append(start_us)
         columns.end_us.append(end_us)
-        columns.work.append(_work(event.cat, event.name))
+        columns.activity.append(_activity(event.cat, event.name))
         columns.name.append(self._kernel_names.setdefault(event.name, len(self._kernel_names)))
         columns.correlation.append(_integer(args.correlation) if args is not None else -1)
         if args is not None and args.device is not None:
@@ -267,15 +266,15 @@ def _integer(value: Any) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _work(category: str, name: str) -> Work:
+def _activity(category: str, name: str) -> Activity:
     """Compute, communication or copy; what a compute kernel is for, only its launch tells."""
     if category.lower() == "kernel":
-        return Work.COMMUNICATION if is_communication(name) else Work.OTHER_COMPUTE
+        return Activity.COMMUNICATION if is_communication(name) else Activity.OTHER_COMPUTE
     is_within = category.lower().endswith("memset") or "DtoD" in name or "Device -> Device" in name
-    return Work.DEVICE_COPY if is_within else Work.HOST_COPY
+    return Activity.DEVICE_COPY if is_within else Activity.HOST_COPY
 
 
-def _recorded(formula: Formula, args: Args | None) -> tuple[Flop | None, str]:
+def _recorded(formula: Formula, args: Args | None) -> tuple[Work | None, str]:
     """FLOPs and dtype of a call; None when its record does not tell."""
     texts = (bytes(args.shapes), bytes(args.dtypes), bytes(args.values)) if args is not None else (b"", b"", b"")
     if not texts[0] or sum(map(len, texts)) > _MAX_RECORD_BYTES:
@@ -284,7 +283,7 @@ def _recorded(formula: Formula, args: Args | None) -> tuple[Flop | None, str]:
 
 
 @lru_cache(maxsize=16384)
-def _evaluate(op: str, *texts: bytes) -> tuple[Flop | None, str]:
+def _evaluate(op: str, *texts: bytes) -> tuple[Work | None, str]:
     """A step repeats the same few calls."""
     formula = find(op)
     assert formula is not None

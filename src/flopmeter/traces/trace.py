@@ -19,14 +19,13 @@ from typing import Any
 
 from flopmeter import __version__
 from flopmeter.errors import TraceError
-from flopmeter.metrics import Step
-from flopmeter.metrics import Window as StepsTogether
-from flopmeter.profiling.recorded import PARTS, Work
+from flopmeter.metrics import Step, Window
+from flopmeter.profiling.recorded import PARTS, Activity
 from flopmeter.record import Header, Run
 from flopmeter.schema import PHASES
-from flopmeter.traces.counting import StepFlop
+from flopmeter.traces.counting import TracedFlop
 from flopmeter.traces.rank import MIN_COVERAGE, RankTrace, read_rank
-from flopmeter.traces.steps import StepTime
+from flopmeter.traces.steps import TracedStep
 
 Progress = Callable[[Path, int, int], None]
 """Called with the file at hand, its bytes read so far, and its size."""
@@ -119,11 +118,14 @@ def _rank_dict(rank: RankTrace) -> dict[str, Any]:
     }
 
 
-def _step_dict(rank: RankTrace, flop: StepFlop, time: StepTime) -> dict[str, Any]:
+def _step_dict(rank: RankTrace, flop: TracedFlop, time: TracedStep) -> dict[str, Any]:
     return {
         "step": time.number,
         **{name: getattr(time, name) for name in _OF_STEP},
-        **{f"{work.name.lower()}_s": time.work_s[work] for work in (Work.MATMUL, Work.RECOMPUTE, Work.OPTIMIZER)},
+        **{
+            f"{work.name.lower()}_s": time.activity_s[work]
+            for work in (Activity.MATMUL, Activity.RECOMPUTE, Activity.OPTIMIZER)
+        },
         "counted_flop": sum(flop.model.values()) if flop.model else None,
         "flop_by_phase": flop.by_phase,
         "mfu": rank.mfu(flop.model, time.step_s),
@@ -153,8 +155,8 @@ class _JobStep:
     def __init__(self, trace: Trace, number: int) -> None:
         self.number = number
         self.ranks = trace.ranks
-        self.times: list[StepTime] = []
-        self.flops: list[StepFlop] = []
+        self.times: list[TracedStep] = []
+        self.flops: list[TracedFlop] = []
         for rank in trace.ranks:
             index = next(i for i, time in enumerate(rank.times) if time.number == number)
             self.times.append(rank.times[index])
@@ -177,7 +179,7 @@ class _JobStep:
             phase_s=self._phases(),
         )
         peaks = {dtype: peak.flop_per_s for dtype, peak in self.ranks[0].peaks.items()}
-        return {"global_step": float(self.number), **StepsTogether([step]).compute(peaks, num_devices=len(self.ranks))}
+        return {"global_step": float(self.number), **Window([step]).compute(peaks, num_devices=len(self.ranks))}
 
     def _phases(self) -> dict[str, float]:
         """Mean shares of the ranks, in seconds of the job's step."""
@@ -226,14 +228,14 @@ def _event(step: _JobStep, name: str, **fields: Any) -> dict[str, Any]:
 def _profile(rank: RankTrace, step: _JobStep, steps: Sequence[_JobStep]) -> dict[str, Any]:
     """The step's exclusive seconds. On a CPU, as for a monitored run, gaps are those of the two passes alone."""
     time, num_steps = step.times[0], len(rank.times)
-    seconds = {f"{part}_s": time.work_s[work] for part, work in PARTS.items()}
+    seconds = {f"{part}_s": time.activity_s[work] for part, work in PARTS.items()}
     if rank.is_cpu:
         passes = ("forward", "backward")
-        seconds["non_matmul_s"] = sum(time.detail_s.get((Work.OTHER_COMPUTE, phase), 0.0) for phase in passes)
-        seconds["gap_s"] = sum(time.detail_s.get((Work.IDLE, phase), 0.0) for phase in passes)
+        seconds["non_matmul_s"] = sum(time.detail_s.get((Activity.OTHER_COMPUTE, phase), 0.0) for phase in passes)
+        seconds["gap_s"] = sum(time.detail_s.get((Activity.IDLE, phase), 0.0) for phase in passes)
         seconds["optimizer_s"] = time.phase_s.get("optimizer", 0.0)
     else:
-        seconds["non_matmul_s"] += time.work_s[Work.DEVICE_COPY]
+        seconds["non_matmul_s"] += time.activity_s[Activity.DEVICE_COPY]
         seconds["gap_s"] = time.launch_gap_s
     return {
         "device": "cpu" if rank.is_cpu else "cuda",
@@ -266,7 +268,7 @@ def _count(steps: Sequence[_JobStep], rank: RankTrace) -> dict[str, Any]:
     }
 
 
-_QUANTITIES: dict[str, Callable[[StepTime], float]] = {
+_QUANTITIES: dict[str, Callable[[TracedStep], float]] = {
     "step_s": lambda time: time.step_s,
     "own_s": lambda time: time.step_s - time.exposed_communication_s,
     "blocked_s": lambda time: time.exposed_communication_s,
