@@ -157,14 +157,15 @@ class Recording:
 def range_of(raw: Any) -> Range:
     """What the host did, from torch's own record of it."""
     name, start_ns = raw.name(), raw.start_ns()
+    is_node = raw.scope() == _BACKWARD_SCOPE or name.startswith(NODE)
     return Range(
         name,
         start_ns,
         start_ns + raw.duration_ns(),
         -1 if raw.is_async() else raw.start_thread_id(),  # what ends on another thread nests in nothing there
         raw.sequence_nr(),
-        raw.scope() == _BACKWARD_SCOPE or name.startswith(NODE),
-        raw.fwd_thread_id(),
+        is_node,
+        raw.fwd_thread_id() if is_node else 0,
         raw.correlation_id(),
     )
 

@@ -85,9 +85,10 @@ class Range:
     """What its own time counts as."""
     has_closer: bool = field(init=False)
     """Whether an operator inside is the same work, closer to what ran: see `choose`."""
-    is_inside: bool = field(init=False)
-    """Whether it lies in an operator that counts."""
     is_counted: bool = field(init=False)
+    """Whether it is an operator whose FLOPs count; for a split of time, whether it is an operator at all."""
+    is_inside: bool = field(init=False)
+    """Whether it lies in one that is."""
     is_told: bool = field(init=False)
     """Whether its FLOPs are counted or listed as unknown, here or inside: see `uncounted`."""
 
@@ -266,8 +267,10 @@ def segments(
     for index, (instant, kind, position) in enumerate(changes):
         if instant > now:
             work = (running & -running).bit_length() - 1
-            coming = (changes[i][2] for i in range(index, len(changes)) if changes[i][1] == _START)
-            owner = next(coming, -1) if work == _IDLE else next(iter(active[work]))
+            if work != _IDLE:
+                owner = next(iter(active[work]))
+            else:
+                owner = next((changes[i][2] for i in range(index, len(changes)) if changes[i][1] == _START), -1)
             yield Segment(now, instant, work, owner, bool(running & _COMMUNICATION_BIT))
             now = instant
         if kind == _START:

@@ -114,8 +114,7 @@ def reduce_cpu(ranges: Iterable[Range], marks: Marks) -> StepProfile | None:
     host = _Host(ranges, marks)
     if not host.num_ops:
         return None
-    windows = marks.windows()
-    seconds = _exclusive(host.intervals, marks.step, windows.overlap)
+    seconds = _exclusive(host.intervals, marks.step, host.windows.overlap)
     return StepProfile(device="cpu", seconds=seconds, num_ops=host.num_ops, top=_top(host.spent))
 
 
@@ -136,11 +135,8 @@ def reduce_cuda(ranges: Iterable[Range], kernels: Iterable[Kernel], marks: Marks
         return None
     whole = _begin_ns(own), max(kernel.end_ns for kernel, _ in own)
     loading = Cover((range_.start, range_.end) for range_ in host.nested if range_.phase == "loading")
-    seconds = _exclusive(
-        [(kernel.start_ns, kernel.end_ns, work) for kernel, work in own],
-        whole,
-        lambda start, end: end - start - loading.overlap(start, end),
-    )
+    intervals = [(kernel.start_ns, kernel.end_ns, activity) for kernel, activity in own]
+    seconds = _exclusive(intervals, whole, lambda start, end: end - start - loading.overlap(start, end))
     return StepProfile(device="cuda", seconds=seconds, num_ops=len(own), top=_top(spent))
 
 
@@ -148,12 +144,11 @@ def _exclusive(
     intervals: Sequence[tuple[float, float, Activity]], whole: tuple[float, float], gap: Callable[[float, float], float]
 ) -> dict[str, float]:
     """Seconds by part; `gap` says how much of a stretch in which nothing ran is a gap."""
-    spent: dict[int, float] = dict.fromkeys(Activity, 0.0)
-    starts, ends, works = zip(*intervals, strict=True)
-    for segment in segments(starts, ends, works, whole):
-        is_idle = segment.activity == Activity.IDLE
-        spent[segment.activity] += gap(segment.start, segment.end) if is_idle else segment.end - segment.start
-    return {part: spent[work] / 1e9 for part, work in PARTS.items()}
+    spent, idle = [0.0] * len(Activity), int(Activity.IDLE)
+    starts, ends, activities = ([interval[i] for interval in intervals] for i in range(3))
+    for start, end, activity, _, _ in segments(starts, ends, [*map(int, activities)], whole):
+        spent[activity] += gap(start, end) if activity == idle else end - start
+    return {part: spent[activity] / 1e9 for part, activity in PARTS.items()}
 
 
 class _Host:
@@ -163,17 +158,19 @@ class _Host:
         self.intervals: list[tuple[float, float, Activity]] = []
         self.spent: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self.num_ops = 0
-        self._windows, self._step = marks.windows(), marks.step
+        self.windows, self._step = marks.windows(), marks.step
         self.nested = nest(ranges)
         self.by_id = {range_.correlation_id: range_ for range_ in self.nested if range_.correlation_id}
         find_phases(self.nested, Cover(marks.graph_building))
         recomputed_until: dict[int, float] = {}
         for range_ in self.nested:
-            outer, is_op = range_.outer, is_operator(range_)
-            range_.activity = self._work(range_, is_op)
+            outer = range_.outer
+            range_.is_counted = _is_operator(range_.name) and not range_.is_node
+            range_.is_inside = outer is not None and (outer.is_inside or outer.is_counted)
+            range_.activity = self._activity(range_)
             if range_.activity is not None:
                 self.spent[range_.name][1] += 1
-                self.num_ops += is_op and not any(map(is_operator, range_.around()))
+                self.num_ops += range_.is_counted and not range_.is_inside
             if outer is None:
                 continue
             self._note_own(outer, range_.start)
@@ -194,33 +191,29 @@ class _Host:
             self.intervals.append((range_.cursor, until, range_.activity))
             self.spent[range_.name][0] += int(until - range_.cursor)
 
-    def _work(self, range_: Range, is_op: bool) -> Activity | None:
+    def _activity(self, range_: Range) -> Activity | None:
         """What the range's own time counts as; None for what only surrounds operators."""
         is_in_step = self._step[0] <= range_.start < self._step[1]
         if range_.phase == "optimizer":
             return Activity.OPTIMIZER if is_in_step else None
-        if not is_op or range_.phase == "loading":
+        if not range_.is_counted or range_.phase == "loading":
             return None
         if _is_collective(range_.name):
             return Activity.COMMUNICATION
         if range_.phase == "recompute":
             return Activity.RECOMPUTE
-        if range_.phase == "forward" and not self._windows.holds(range_.start):
+        if range_.phase == "forward" and not self.windows.holds(range_.start):
             if range_.outer is not None:
                 return range_.outer.activity
             # After the last backward pass lies what prepares the update, such as clipping gradients.
-            ends = self._windows.ends
+            ends = self.windows.ends
             return Activity.OPTIMIZER if ends and ends[-1] <= range_.start and is_in_step else None
         return Activity.MATMUL if is_matrix_work(range_.name) else Activity.OTHER_COMPUTE
 
 
-def is_operator(range_: Range) -> bool:
-    """Whether a range is work; nodes of the backward pass and user annotations only surround some."""
-    return not range_.is_node and _names_operator(range_.name)
-
-
 @lru_cache(maxsize=4096)
-def _names_operator(name: str) -> bool:
+def _is_operator(name: str) -> bool:
+    """Whether a range is work; nodes of the backward pass and user annotations only surround some."""
     if name.startswith(("autograd::", "torch::autograd::")):
         return False
     return "::" in name or name.startswith(_COMPILED) or _is_collective(name)
