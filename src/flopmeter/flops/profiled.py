@@ -15,10 +15,10 @@ Python thread but the one that starts it; and a fused kernel's gradients count w
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from flopmeter.profiling.profiler_guard import Recording, range_of
 from flopmeter.profiling.recorded import (
     OPTIMIZER_MARK,
     Cover,
+    FlopSums,
     Range,
     choose,
     find_phases,
@@ -163,17 +164,17 @@ def profile_flops(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | t
         raise CountError("a model on the meta device cannot be profiled, because it cannot run: count it instead")
     own = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     own |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    args, kwargs = tree_map_only(torch.Tensor, partial(_on_loan, device=device), call_arguments(model, batch))
+
+    def borrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    args, kwargs = tree_map_only(torch.Tensor, borrow, call_arguments(model, batch))
     with untouched(model), torch.enable_grad(), reparametrize_module(model, own, tie_weights=True):
         with ProfiledStep(device) as profiled:
             loss = loss_of(model(*args, **kwargs))
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
         return profiled.result()
-
-
-def _on_loan(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
 class _StepRecord:
@@ -212,25 +213,18 @@ class _StepRecord:
 
     def flop_count(self, convention: Convention) -> FlopCount:
         """Add up under a convention."""
-        totals: list[dict[str, float]] = [defaultdict(float) for _ in range(4)]
-        phases, by_dtype, hardware_by_dtype, by_op = totals
+        sums = FlopSums()
         for op, work in self.ops:
-            flop = work.full if convention == "full" else work.exact
-            phase = "forward" if op.phase == "loading" else op.phase
-            phases[phase] += flop
-            hardware_by_dtype[op.dtype] += work.hardware
-            if phase in ("forward", "backward"):
-                by_dtype[op.dtype] += flop
-                by_op[op.name] += flop
+            sums.add(op.name, op.phase, op.dtype, work.full if convention == "full" else work.exact, work.hardware)
         return FlopCount(
-            forward_flop=phases["forward"],
-            backward_flop=phases["backward"],
-            recompute_flop=phases["recompute"],
-            optimizer_flop=phases["optimizer"],
-            hardware_flop=sum(hardware_by_dtype.values()),
-            by_dtype=dict(by_dtype),
-            hardware_by_dtype=dict(hardware_by_dtype),
-            by_op=dict(by_op),
+            forward_flop=sums.by_phase["forward"],
+            backward_flop=sums.by_phase["backward"],
+            recompute_flop=sums.by_phase["recompute"],
+            optimizer_flop=sums.by_phase["optimizer"],
+            hardware_flop=sum(sums.hardware.values()),
+            by_dtype=dict(sums.model),
+            hardware_by_dtype=dict(sums.hardware),
+            by_op=dict(sums.by_op),
             coverage=None,
             uncounted=dict(self.uncounted),
             method="profiler",

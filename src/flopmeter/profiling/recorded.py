@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -167,6 +168,29 @@ def uncounted(nested: Sequence[Range], may_hide_flop: Callable[[str], bool] = la
         if range_.is_told and range_.outer is not None:
             range_.outer.is_told = True
     return found
+
+
+@dataclass(slots=True)
+class FlopSums:
+    """FLOPs of one step."""
+
+    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """forward, backward, recompute, optimizer."""
+    model: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """What the mathematics needs, by dtype: forward and backward."""
+    hardware: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """All that ran, by dtype."""
+    by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Model FLOPs by operator."""
+
+    def add(self, op: str, phase: Phase, dtype: str, flop: float, hardware_flop: float) -> None:
+        """Work of no known phase is forward work."""
+        phase = "forward" if phase in ("other", "loading") else phase
+        self.by_phase[phase] += flop
+        self.hardware[dtype] += hardware_flop
+        if phase in ("forward", "backward"):
+            self.model[dtype] += flop
+            self.by_op[op] += flop
 
 
 def recorded_flop(formula: Formula, shapes: Any, dtypes: Any, values: Any) -> tuple[Work | None, str]:

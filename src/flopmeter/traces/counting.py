@@ -7,13 +7,13 @@ that never ran. On a CPU that cannot be told, so such operators count (as recomp
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flopmeter.devices.kernels import is_matmul, is_tf32
 from flopmeter.errors import ConfigError
-from flopmeter.profiling.recorded import Activity, Range, choose, nest, uncounted
+from flopmeter.profiling.recorded import Activity, FlopSums, Range, choose, nest, uncounted
 from flopmeter.traces.placement import Host, Placement
 from flopmeter.traces.steps import StepWindow
 from flopmeter.traces.timeline import Timeline
@@ -21,25 +21,11 @@ from flopmeter.traces.timeline import Timeline
 _ATTENTION = frozenset({"attention", "flex_attention"})
 
 
-@dataclass(slots=True)
-class TracedFlop:
-    """FLOPs of one step; dtypes have the names of the peak table."""
-
-    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """forward, backward, recompute, optimizer."""
-    model: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """What the mathematics needs, by dtype: forward and backward."""
-    hardware: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """All that ran, by dtype."""
-    by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Model FLOPs by operator."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Counting:
     """The FLOPs of a trace."""
 
-    steps: list[TracedFlop]
+    steps: list[FlopSums]
     """One for each window."""
     coverage: float | None = None
     """Share of the matrix work, by its time, whose shapes were recorded and understood; None when there is none."""
@@ -55,7 +41,7 @@ def count(timeline: Timeline, placed: Placement, host: Host, windows: list[StepW
     """Add up the operators of each window."""
     nested = nest(timeline.operators)
     counted, lost = choose(nested), uncounted(nested)
-    result = Counting(steps=[TracedFlop() for _ in windows], uncounted=Counter(operator.name for operator in lost))
+    result = Counting(steps=[FlopSums() for _ in windows], uncounted=Counter(operator.name for operator in lost))
     kernels = _Kernels(timeline, placed) if len(timeline.device_events) else None
     for operator in counted:
         launched = kernels.of(operator) if kernels else []
@@ -63,7 +49,12 @@ def count(timeline: Timeline, placed: Placement, host: Host, windows: list[StepW
         if index < 0 or operator.start >= windows[index].host_end_us or (kernels and not launched):
             continue
         assert operator.formula is not None
-        _take(result.steps[index], operator, _dtype(operator, kernels, launched, result), host)
+        assert operator.flop is not None
+        phase = host.phase(operator.thread, operator.start)
+        if phase == "backward" and host.is_repeated(operator.thread, operator.start):
+            phase = "recompute"
+        dtype = _dtype(operator, kernels, launched, result)
+        result.steps[index].add(operator.name, phase, dtype, operator.flop.exact, operator.flop.hardware)
         result.has_flags_lost |= operator.formula.family in _ATTENTION and not timeline.has_values
     if kernels:
         told_us, untold_us = kernels.seen_us()
@@ -119,16 +110,3 @@ def _dtype(operator: Range, kernels: _Kernels | None, launched: list[int], resul
     is_tensor_core = any(is_tf32(name) for name in kernels.names(launched))
     result.has_tf32 = bool(result.has_tf32) or is_tensor_core
     return "tf32" if is_tensor_core else "fp32"
-
-
-def _take(step: TracedFlop, operator: Range, dtype: str, host: Host) -> None:
-    assert operator.flop is not None
-    phase = host.phase(operator.thread, operator.start)
-    if phase == "backward" and host.is_repeated(operator.thread, operator.start):
-        phase = "recompute"
-    phase = "forward" if phase == "other" else phase
-    step.by_phase[phase] += operator.flop.exact
-    step.hardware[dtype] += operator.flop.hardware
-    if phase in ("forward", "backward"):
-        step.model[dtype] += operator.flop.exact
-        step.by_op[operator.name] += operator.flop.exact

@@ -13,10 +13,10 @@ import msgspec
 from flopmeter.devices.kernels import short_name
 from flopmeter.errors import FlopmeterError, TraceError
 from flopmeter.metrics import utilisation
-from flopmeter.profiling.recorded import Activity, Cover
+from flopmeter.profiling.recorded import Activity, Cover, FlopSums
 from flopmeter.text import percent
-from flopmeter.traces.counting import Counting, TracedFlop, count
-from flopmeter.traces.events import EventReader, Head, Progress, TraceText
+from flopmeter.traces.counting import Counting, count
+from flopmeter.traces.events import EventReader, Head, Progress, trace_text
 from flopmeter.traces.placement import Host, Placement, place
 from flopmeter.traces.steps import StepWindow, TracedStep, find_windows, split
 from flopmeter.traces.timeline import MAX_EVENTS, Collector, Timeline
@@ -55,7 +55,7 @@ class RankTrace:
     """Unix time of the trace's zero, in microseconds."""
     num_events: int
     times: tuple[TracedStep, ...]
-    flops: tuple[TracedFlop, ...]
+    flops: tuple[FlopSums, ...]
     """One for each of `times`."""
     counting: Counting
     peaks: Mapping[str, Peak] = field(default_factory=dict)
@@ -83,16 +83,15 @@ def read_timeline(
     Raises:
         TraceError: it is missing, not a trace, or holds more than it may.
     """
-    text = TraceText(path, max_text_bytes=max_text_bytes, on_progress=on_progress)
+    problems: list[str] = []
+    text = trace_text(path, problems, max_text_bytes=max_text_bytes, on_progress=on_progress)
     reader, collector = EventReader(text, str(path)), Collector()
-    problems = []
     for batch in reader:
         collector.take(batch)
         if collector.is_full:
             problems.append(f"it has more than {MAX_EVENTS:,} events: the rest is not read")
             break
     timeline = collector.finish()
-    problems += [text.problem] if text.problem else []
     problems += reader.problems
     if timeline.num_unsound:
         problems.append(f"{timeline.num_unsound} events have impossible times and are left out")

@@ -20,10 +20,9 @@ from typing import Any
 from flopmeter import __version__
 from flopmeter.errors import TraceError
 from flopmeter.metrics import Step, Window
-from flopmeter.profiling.recorded import PARTS, Activity
+from flopmeter.profiling.recorded import PARTS, Activity, FlopSums
 from flopmeter.record import Header, Run
 from flopmeter.schema import PHASES
-from flopmeter.traces.counting import TracedFlop
 from flopmeter.traces.rank import MIN_COVERAGE, RankTrace, read_rank
 from flopmeter.traces.steps import TracedStep
 
@@ -118,7 +117,7 @@ def _rank_dict(rank: RankTrace) -> dict[str, Any]:
     }
 
 
-def _step_dict(rank: RankTrace, flop: TracedFlop, time: TracedStep) -> dict[str, Any]:
+def _step_dict(rank: RankTrace, flop: FlopSums, time: TracedStep) -> dict[str, Any]:
     return {
         "step": time.number,
         **{name: getattr(time, name) for name in _OF_STEP},
@@ -156,7 +155,7 @@ class _JobStep:
         self.number = number
         self.ranks = trace.ranks
         self.times: list[TracedStep] = []
-        self.flops: list[TracedFlop] = []
+        self.flops: list[FlopSums] = []
         for rank in trace.ranks:
             index = next(i for i, time in enumerate(rank.times) if time.number == number)
             self.times.append(rank.times[index])
