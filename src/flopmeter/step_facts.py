@@ -64,18 +64,15 @@ class StepFacts:
         """An operator ran."""
         self.num_ops += 1
         if is_in_optimizer:
-            self._see_optimizer(op)
+            self.num_optimizer_ops += 1
+            if op.startswith("aten::_fused_"):
+                self.optimizer = "fused"
+            elif op.startswith("aten::_foreach_") and self.optimizer != "fused":
+                self.optimizer = "foreach"
+            elif self.optimizer is None:
+                self.optimizer = "for-loop"
         if op in _MAY_WAIT and self._waits(op, args, out, is_in_optimizer):
             self._note_sync(op)
-
-    def _see_optimizer(self, op: str) -> None:
-        self.num_optimizer_ops += 1
-        if op.startswith("aten::_fused_"):
-            self.optimizer = "fused"
-        elif op.startswith("aten::_foreach_") and self.optimizer != "fused":
-            self.optimizer = "foreach"
-        elif self.optimizer is None:
-            self.optimizer = "for-loop"
 
     def _waits(self, op: str, args: tuple[Any, ...], out: Any, is_in_optimizer: bool) -> bool:
         source = next((value for value in reversed(args) if isinstance(value, torch.Tensor)), None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -90,7 +90,10 @@ class ProfiledStep:
             CountError: Another profiler is at work; `profiler_guard.blocker` tells beforehand.
         """
         self._recording.start()
-        self._undo = [surround_backward(_mark_if_it_builds_a_graph), _mark_aborted_recomputation()]
+        self._undo = [
+            surround_backward(lambda builds: record_function(_BUILDS_GRAPH) if builds else nullcontext()),
+            _mark_aborted_recomputation(),
+        ]
         self._undo += watch_optimizers(self._mark_optimizer)
 
     def stop(self) -> None:
@@ -276,10 +279,6 @@ def _math_attention_shares(nested: Iterable[Range]) -> dict[tuple[int, int] | No
 def _looks_like_matrix_work(name: str) -> bool:
     """Whether a range without a formula probably has FLOPs; a range that is no operator has none."""
     return formulas.may_hide_flop(name) and (name.startswith("aten::") or bool(schemas_of(name)))
-
-
-def _mark_if_it_builds_a_graph(builds_graph: bool) -> AbstractContextManager[Any]:
-    return record_function(_BUILDS_GRAPH) if builds_graph else nullcontext()
 
 
 def _mark_aborted_recomputation() -> Callable[[], None]:

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from flopmeter.devices import normalise_dtype
 from flopmeter.devices.kernels import is_matmul, is_tf32
 from flopmeter.errors import ConfigError
 from flopmeter.profiling.recorded import Activity, FlopSums, Range, choose, nest, uncounted
-from flopmeter.traces.placement import Host, Placement
+from flopmeter.traces.placement import Host
 from flopmeter.traces.steps import StepWindow
-from flopmeter.traces.timeline import Timeline
+from flopmeter.traces.timeline import DeviceEvents, Timeline
 
 _ATTENTION = frozenset({"attention", "flex_attention"})
 
@@ -37,7 +38,7 @@ class Counting:
     """Whether attention was counted without knowing if it was causal."""
 
 
-def count(timeline: Timeline, placed: Placement, host: Host, windows: list[StepWindow]) -> Counting:
+def count(timeline: Timeline, placed: DeviceEvents, host: Host, windows: list[StepWindow]) -> Counting:
     """Add up the operators of each window."""
     nested = nest(timeline.operators)
     counted, lost = choose(nested), uncounted(nested)
@@ -67,8 +68,8 @@ def count(timeline: Timeline, placed: Placement, host: Host, windows: list[StepW
 class _Kernels:
     """The kernels that each thread launched, in the order of their launches."""
 
-    def __init__(self, timeline: Timeline, placed: Placement) -> None:
-        self._timeline, self._placed = timeline, placed
+    def __init__(self, timeline: Timeline, placed: DeviceEvents) -> None:
+        self._names, self._placed = timeline.kernel_names, placed
         self._launches: dict[int, tuple[list[float], list[int]]] = {}
         self._told: set[int] = set()
         known = (position for position, thread in enumerate(placed.thread) if thread >= 0)
@@ -85,8 +86,7 @@ class _Kernels:
         return found
 
     def names(self, positions: list[int]) -> Iterator[str]:
-        names = self._timeline.device_events.name
-        return (self._timeline.kernel_names[names[position]] for position in positions)
+        return (self._names[self._placed.name[position]] for position in positions)
 
     def seen_us(self) -> tuple[float, float]:
         """Time of the kernels that multiply matrices: those of counted operators, and the others."""
@@ -99,8 +99,6 @@ class _Kernels:
 
 
 def _dtype(operator: Range, kernels: _Kernels | None, launched: list[int], result: Counting) -> str:
-    from flopmeter.devices import normalise_dtype  # a trace without shapes does without
-
     try:
         dtype = normalise_dtype(operator.dtype)
     except ConfigError:

@@ -13,11 +13,10 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from flopmeter.devices.kernels import is_matmul
 from flopmeter.profiling.recorded import Activity, Cover, Phase
-from flopmeter.traces.timeline import Spans, Timeline
+from flopmeter.traces.timeline import DeviceEvents, Spans, Timeline
 
 _NOTHING = Cover(())
 
@@ -82,40 +81,19 @@ def _on_thread(spans: Spans, thread: int) -> list[tuple[float, float]]:
     return [(start, end) for start, end, owner in spans if thread in (owner, -1)]
 
 
-@dataclass(kw_only=True, slots=True)
-class Placement:
-    """Everything that ran on the device, one entry each, in the order of the trace."""
-
-    start_us: array[float]
-    end_us: array[float]
-    activity: array[int]
-    """`Activity`, with compute told apart by what it was launched for."""
-    phase: list[Phase] = field(default_factory=list)
-    launch_us: array[float] = field(default_factory=lambda: array("d"))
-    """When the host launched it; NaN when the trace does not say."""
-    thread: array[int] = field(default_factory=lambda: array("l"))
-    """The thread that launched it; -1 when the trace does not say."""
-
-    def __len__(self) -> int:
-        return len(self.start_us)
-
-
-def place(timeline: Timeline, host: Host) -> Placement:
+def place(timeline: Timeline, host: Host) -> DeviceEvents:
     """Join what ran with what the host was doing: on the accelerator, or on the host itself where there is none."""
-    return _kernels(timeline, host) if len(timeline.device_events) else _operators(timeline, host)
-
-
-def _kernels(timeline: Timeline, host: Host) -> Placement:
-    events = timeline.device_events
-    placed = Placement(start_us=events.start_us, end_us=events.end_us, activity=array("b", events.activity))
-    for position, correlation in enumerate(events.correlation):
+    if not len(timeline.device_events):
+        return _operators(timeline, host)
+    placed = timeline.device_events
+    for position, correlation in enumerate(placed.correlation):
         launch_us, thread = timeline.launches.get(correlation, (math.nan, -1))
         phase: Phase = host.phase(thread, launch_us) if thread >= 0 else "other"
         placed.launch_us.append(launch_us)
         placed.thread.append(thread)
         placed.phase.append(phase)
         if placed.activity[position] == Activity.OTHER_COMPUTE:
-            is_product = is_matmul(timeline.kernel_names[events.name[position]])
+            is_product = is_matmul(timeline.kernel_names[placed.name[position]])
             placed.activity[position] = _purpose(host, phase, thread, launch_us, is_product)
     return placed
 
@@ -130,14 +108,13 @@ def _purpose(host: Host, phase: Phase, thread: int, instant: float, is_product: 
     return Activity.OTHER_COMPUTE
 
 
-def _operators(timeline: Timeline, host: Host) -> Placement:
+def _operators(timeline: Timeline, host: Host) -> DeviceEvents:
     """Operators of a CPU, and waits for data. They nest: a product is charged before what surrounds it."""
     spans, fetches = timeline.dispatched, host.fetches
     num_fetches = len(fetches.starts)
-    placed = Placement(
+    placed = DeviceEvents(
         start_us=spans.start_us + array("d", fetches.starts),
         end_us=spans.end_us + array("d", fetches.ends),
-        activity=array("b"),
         launch_us=spans.start_us + array("d", [math.nan]) * num_fetches,
         thread=spans.thread + array("l", [-1]) * num_fetches,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from flopmeter.devices import Peak, peak_flops
 from flopmeter.devices.kernels import short_name
 from flopmeter.errors import FlopmeterError, TraceError
 from flopmeter.metrics import utilisation
@@ -17,12 +19,9 @@ from flopmeter.profiling.recorded import Activity, Cover, FlopSums
 from flopmeter.text import percent
 from flopmeter.traces.counting import Counting, count
 from flopmeter.traces.events import EventReader, Head, Progress, trace_text
-from flopmeter.traces.placement import Host, Placement, place
+from flopmeter.traces.placement import Host, place
 from flopmeter.traces.steps import StepWindow, TracedStep, find_windows, split
-from flopmeter.traces.timeline import MAX_EVENTS, Collector, Timeline
-
-if TYPE_CHECKING:
-    from flopmeter.devices import Peak
+from flopmeter.traces.timeline import MAX_EVENTS, Collector, DeviceEvents, Timeline
 
 MIN_COVERAGE = 0.97
 """Below this share of the matrix work that was counted, MFU is not given."""
@@ -117,19 +116,24 @@ def read_rank(
     if not windows:
         missing = f" ({'; '.join(problems)})" if problems else ""
         raise TraceError(f"{path} has no kernel and no operator, so there is nothing to tell{missing}")
-    is_cpu = not len(timeline.device_events)
+    is_cpu, origin_us = not len(timeline.device_events), 0.0
     device = CPU if is_cpu else _device_name(head, timeline)
     counting = count(timeline, placed, host, windows)
     peaks, reason = _peaks(device, counting, timeline, peak_flop_per_s)
     times = tuple(split(windows, placed, host))
-    rank, world_size = _distributed(head)
+    info = head.distributed if isinstance(head.distributed, dict) else {}
+    stated = [info.get(key) for key in ("rank", "world_size")]
+    rank, world_size = (n if isinstance(n, int) and 0 <= n < 1 << 31 else None for n in stated)
+    with suppress(TypeError, ValueError, OverflowError):
+        base_time_ns = float(head.base_time_ns)
+        origin_us = base_time_ns / 1e3 if 0 <= base_time_ns < 1e19 else 0.0
     return RankTrace(
         path=path,
         rank=rank,
-        world_size=world_size,
+        world_size=world_size or None,
         device=device,
         is_cpu=is_cpu,
-        origin_us=_number(head.base_time_ns) / 1e3,
+        origin_us=origin_us,
         num_events=timeline.num_events,
         times=times,
         flops=tuple(counting.steps),
@@ -149,30 +153,18 @@ def _device_name(head: Head, timeline: Timeline) -> str:
     return (used or list(named.values()) or ["an unnamed device"])[0]
 
 
-def _distributed(head: Head) -> tuple[int | None, int | None]:
-    info = head.distributed if isinstance(head.distributed, dict) else {}
-    found = [info.get(key) for key in ("rank", "world_size")]
-    rank, world_size = (n if isinstance(n, int) and 0 <= n < 1 << 31 else None for n in found)
-    return rank, world_size or None
-
-
-def _number(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return 0.0
-    return number if 0 <= number < 1e19 else 0.0
-
-
 def _peaks(device: str, counting: Counting, timeline: Timeline, stated: float | None) -> tuple[dict[str, Peak], str]:
     """Peaks of the dtypes that did work, and why MFU cannot be told."""
     dtypes = sorted({dtype for step in counting.steps for dtype in (*step.model, *step.hardware)})
     peaks: dict[str, Peak] = {}
-    reason = _why_no_flop(counting, timeline, dtypes)
-    if not dtypes:
-        return peaks, reason
-    from flopmeter.devices import peak_flops
-
+    reason = ""
+    if timeline.operators and all(operator.flop is None for operator in timeline.operators):
+        reason = "the trace has no shapes: record it with record_shapes=True"
+    elif not dtypes:
+        reason = "no operator with a FLOP formula was recorded in its steps"
+    elif counting.coverage is not None and counting.coverage < MIN_COVERAGE:
+        lost = ", ".join(sorted(counting.uncounted)[:4]) or "kernels that no recorded operator launched"
+        reason = f"shapes tell only {percent(counting.coverage)} of the matrix work (by time); not told: {lost}"
     for dtype in dtypes:
         try:
             peaks[dtype] = peak_flops(device, dtype, peak_flop_per_s=stated)
@@ -181,18 +173,7 @@ def _peaks(device: str, counting: Counting, timeline: Timeline, stated: float | 
     return peaks, reason
 
 
-def _why_no_flop(counting: Counting, timeline: Timeline, dtypes: list[str]) -> str:
-    if timeline.operators and all(operator.flop is None for operator in timeline.operators):
-        return "the trace has no shapes: record it with record_shapes=True"
-    if not dtypes:
-        return "no operator with a FLOP formula was recorded in its steps"
-    if counting.coverage is not None and counting.coverage < MIN_COVERAGE:
-        lost = ", ".join(sorted(counting.uncounted)[:4]) or "kernels that no recorded operator launched"
-        return f"shapes tell only {percent(counting.coverage)} of the matrix work (by time); not told: {lost}"
-    return ""
-
-
-def _notes(timeline: Timeline, times: tuple[TracedStep, ...], counting: Counting, placed: Placement) -> list[str]:
+def _notes(timeline: Timeline, times: tuple[TracedStep, ...], counting: Counting, placed: DeviceEvents) -> list[str]:
     notes = []
     if not timeline.steps and not timeline.device_steps:
         notes.append("it has no ProfilerStep, so all of it is taken as one step: call profiler.step() in the loop")
@@ -246,13 +227,15 @@ def find_facts(
             by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flop / num_steps
     steps = Cover((window.host_us, window.host_end_us) for window in windows)
     syncs = {} if is_cpu else {name: sum(map(steps.holds, times_us)) for name, times_us in timeline.waits.items()}
+    kind = "foreach" if any("_foreach_" in name for name in timeline.optimizer_ops) else "for-loop"
+    kind = "fused" if any(map(_FUSED.search, timeline.optimizer_ops)) else kind
     facts: dict[str, Any] = {
         "num_ops": round(sum(time.num_launches for time in times) / num_steps),
         "num_optimizer_ops": round(sum(time.num_optimizer_launches for time in times) / num_steps),
         "host_syncs": {name: -(-number // len(windows)) for name, number in syncs.items() if number},
         "matmul_dtypes": by_dtype,
         "tf32": counting.has_tf32,
-        "optimizer": _optimizer_kind(timeline),
+        "optimizer": kind if len(timeline.optimizer) else None,
         "is_compiled": any(name.startswith("triton_") for name in timeline.kernel_names),
     }
     # Softmax over a square of scores: attention made of plain operators, the scores written to memory.
@@ -260,14 +243,6 @@ def find_facts(
     if squares := [length for length in lengths if length]:
         facts["eager_attention"] = {"calls": -(-len(squares) // len(windows)), "length": max(squares), "modules": []}
     return facts
-
-
-def _optimizer_kind(timeline: Timeline) -> str | None:
-    if not len(timeline.optimizer):
-        return None
-    if any(_FUSED.search(name) for name in timeline.optimizer_ops):
-        return "fused"
-    return "foreach" if any("_foreach_" in name for name in timeline.optimizer_ops) else "for-loop"
 
 
 def _attention_length(shapes: bytes) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from flopmeter.profiling.recorded import COMPUTE, Activity, Segment, segments
-from flopmeter.traces.placement import Host, Placement
-from flopmeter.traces.timeline import Timeline
+from flopmeter.traces.placement import Host
+from flopmeter.traces.timeline import DeviceEvents, Timeline
 
 _US = 1e-6
 _IDLE, _DATA, _HOST_COPY = (
@@ -58,9 +59,9 @@ class TracedStep:
     other_idle_s: float = 0.0
     """Idle although the next kernel was in the queue (it waited for another stream, or the device needed a moment to
     begin it), or idle for a reason that the trace does not tell."""
-    phase_s: dict[str, float] = field(default_factory=dict)
+    phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By phase; an idle stretch belongs to the phase of the kernel that ends it. They add up to the step."""
-    detail_s: dict[tuple[int, str], float] = field(default_factory=dict)
+    detail_s: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     """By work and phase at once."""
     num_launches: int = 0
     """Kernels and copies, or operators on a CPU."""
@@ -90,7 +91,7 @@ class TracedStep:
         return self.step_s - self.idle_s
 
 
-def find_windows(timeline: Timeline, placed: Placement) -> list[StepWindow]:
+def find_windows(timeline: Timeline, placed: DeviceEvents) -> list[StepWindow]:
     """The steps of a trace in the order of time; one for the whole of it when it has none.
 
     A last step in which nothing was launched (the loop found no more data) is none.
@@ -102,8 +103,10 @@ def find_windows(timeline: Timeline, placed: Placement) -> list[StepWindow]:
         rows.pop()
     starts = [start for start, _, _ in rows]
     ends = [*starts[1:], *(end for _, end, _ in rows[-1:])]
-    if not rows:
-        return _whole(placed)
+    if not rows:  # all of it is one
+        start_us, end_us = min(placed.start_us, default=0.0), max(placed.end_us, default=0.0)
+        whole = StepWindow(number=0, host_us=-math.inf, host_end_us=math.inf, start_us=start_us, end_us=end_us)
+        return [whole] if end_us > start_us else []
     bounds = _device_ends(starts, ends, placed) if len(timeline.device_events) else ends
     windows, begin = [], starts[0]
     if len(timeline.device_events):
@@ -115,16 +118,7 @@ def find_windows(timeline: Timeline, placed: Placement) -> list[StepWindow]:
     return windows
 
 
-def _whole(placed: Placement) -> list[StepWindow]:
-    if not len(placed):
-        return []
-    start_us, end_us = min(placed.start_us), max(placed.end_us)
-    if end_us <= start_us:
-        return []
-    return [StepWindow(number=0, host_us=-math.inf, host_end_us=math.inf, start_us=start_us, end_us=end_us)]
-
-
-def _device_ends(starts: list[float], ends: list[float], placed: Placement) -> list[float]:
+def _device_ends(starts: list[float], ends: list[float], placed: DeviceEvents) -> list[float]:
     """When the device was done with each step; the host's word for one that launched nothing."""
     compute, anything = [-math.inf] * len(starts), [-math.inf] * len(starts)
     for position, launch_us in enumerate(placed.launch_us):
@@ -139,7 +133,7 @@ def _device_ends(starts: list[float], ends: list[float], placed: Placement) -> l
     return [end if math.isinf(done) else done for done, end in zip(compute, ends, strict=True)]
 
 
-def _leftovers_us(first_us: float, done_us: float, placed: Placement) -> float:
+def _leftovers_us(first_us: float, done_us: float, placed: DeviceEvents) -> float:
     """When the device was done with what had been launched before the first step.
 
     Such kernels have an older launch or none on record. Where kernels without a launch run on beyond the first step,
@@ -151,59 +145,46 @@ def _leftovers_us(first_us: float, done_us: float, placed: Placement) -> float:
     return last_us if last_us < done_us else -math.inf
 
 
-def split(windows: list[StepWindow], placed: Placement, host: Host) -> list[TracedStep]:
+def split(windows: list[StepWindow], placed: DeviceEvents, host: Host) -> list[TracedStep]:
     """Charge every instant of every window."""
     times = [TracedStep(number=w.number, end_us=w.end_us, step_s=(w.end_us - w.start_us) * _US) for w in windows]
-    cuts = [window.start_us for window in windows] + [window.end_us for window in windows[-1:]]
+    starts = [window.start_us for window in windows]
     index = 0
-    for segment in segments(placed.start_us, placed.end_us, placed.activity, cuts):
+    for segment in segments(placed.start_us, placed.end_us, placed.activity, [*starts, windows[-1].end_us]):
         while segment.start >= windows[index].end_us:
             index += 1
         _charge(times[index], segment, placed, host)
-    _count_launches(times, windows, placed)
+    for start_us, activity in zip(placed.start_us, placed.activity, strict=True):
+        index = bisect_right(starts, start_us) - 1
+        if index >= 0 and start_us < windows[index].end_us and activity != _DATA:
+            times[index].num_launches += 1
+            times[index].num_optimizer_launches += activity == Activity.OPTIMIZER
     return times
 
 
-def _charge(time: TracedStep, segment: Segment, placed: Placement, host: Host) -> None:
-    seconds, work = (segment.end - segment.start) * _US, segment.activity
-    time.activity_s[work] += seconds
+def _charge(time: TracedStep, segment: Segment, placed: DeviceEvents, host: Host) -> None:
+    seconds, activity = (segment.end - segment.start) * _US, segment.activity
+    time.activity_s[activity] += seconds
     if segment.is_communicating:
         time.communication_s += seconds
-    if work == _IDLE:
-        waited_s = _charge_gap(time, segment, placed, host)
-        time.phase_s["data_wait"] = time.phase_s.get("data_wait", 0.0) + waited_s
+    if activity == _IDLE:  # why? Until the next kernel was launched the host may have waited for data
+        launch_us = placed.launch_us[segment.owner] if segment.owner >= 0 else math.nan
+        is_queued = launch_us <= segment.start
+        until_us = segment.end if math.isnan(launch_us) else min(launch_us, segment.end)
+        waited_s = 0.0 if is_queued else host.fetches.overlap(segment.start, until_us) * _US
         seconds -= waited_s
-    if work == _DATA:
+        time.data_wait_s += waited_s
+        time.phase_s["data_wait"] += waited_s
+        if is_queued or math.isnan(launch_us):
+            time.other_idle_s += seconds
+        else:
+            time.launch_gap_s += seconds
+    if activity == _DATA:
         time.data_wait_s += seconds
         phase = "data_wait"
-    elif work == _HOST_COPY:
+    elif activity == _HOST_COPY:
         phase = "host_to_device"
     else:
         phase = placed.phase[segment.owner] if segment.owner >= 0 else "other"
-    time.phase_s[phase] = time.phase_s.get(phase, 0.0) + seconds
-    time.detail_s[work, phase] = time.detail_s.get((work, phase), 0.0) + seconds
-
-
-def _charge_gap(time: TracedStep, gap: Segment, placed: Placement, host: Host) -> float:
-    """Say why the device was idle; the part that was a wait for data is returned."""
-    seconds = (gap.end - gap.start) * _US
-    launch_us = placed.launch_us[gap.owner] if gap.owner >= 0 else math.nan
-    is_queued = launch_us <= gap.start
-    until_us = gap.end if math.isnan(launch_us) else min(launch_us, gap.end)
-    waited_s = 0.0 if is_queued else host.fetches.overlap(gap.start, until_us) * _US
-    time.data_wait_s += waited_s
-    if is_queued or math.isnan(launch_us):
-        time.other_idle_s += seconds - waited_s
-    else:
-        time.launch_gap_s += seconds - waited_s
-    return waited_s
-
-
-def _count_launches(times: list[TracedStep], windows: list[StepWindow], placed: Placement) -> None:
-    starts = [window.start_us for window in windows]
-    for start_us, work in zip(placed.start_us, placed.activity, strict=True):
-        index = bisect_right(starts, start_us) - 1
-        if index < 0 or start_us >= windows[index].end_us or work == Activity.DATA:
-            continue
-        times[index].num_launches += 1
-        times[index].num_optimizer_launches += work == Activity.OPTIMIZER
+    time.phase_s[phase] += seconds
+    time.detail_s[activity, phase] += seconds

@@ -18,7 +18,7 @@ import msgspec
 
 from flopmeter.devices.kernels import is_communication
 from flopmeter.flops.formulas import Formula, Work, find
-from flopmeter.profiling.recorded import NODE, Activity, Range, recorded_flop
+from flopmeter.profiling.recorded import NODE, Activity, Phase, Range, recorded_flop
 from flopmeter.traces.events import Args, TraceEvent
 
 MAX_EVENTS = 20_000_000
@@ -37,16 +37,22 @@ _WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize$")
 
 @dataclass(slots=True)
 class DeviceEvents:
-    """Kernels and copies, one entry each."""
+    """All that ran on the device, one entry each, in the order of the trace: kernels and copies, or operators."""
 
     start_us: array[float] = field(default_factory=lambda: array("d"))
     end_us: array[float] = field(default_factory=lambda: array("d"))
     activity: array[int] = field(default_factory=lambda: array("b"))
-    """`Activity` as the name alone tells it."""
+    """`Activity`, at first as the name alone tells it, after `place` by what it was launched for."""
     name: array[int] = field(default_factory=lambda: array("l"))
-    """Position in `Timeline.kernel_names`."""
+    """Position in `Timeline.kernel_names`, or `operator_names`."""
     correlation: array[int] = field(default_factory=lambda: array("q"))
-    """The call that launched it; -1 when the trace does not say."""
+    """The call that launched a kernel; -1 when the trace does not say."""
+    phase: list[Phase] = field(default_factory=list)
+    """The phase that launched it; this and what follows is filled in by `place`."""
+    launch_us: array[float] = field(default_factory=lambda: array("d"))
+    """When the host launched it; NaN when the trace does not say."""
+    thread: array[int] = field(default_factory=lambda: array("l"))
+    """The thread that launched it; -1 when the trace does not say."""
 
     def __len__(self) -> int:
         return len(self.start_us)
@@ -78,6 +84,7 @@ class Timeline:
     """One rank's trace, reduced to what is used."""
 
     device_events: DeviceEvents = field(default_factory=DeviceEvents)
+    """Empty where there is no accelerator."""
     kernel_names: list[str] = field(default_factory=list)
     launches: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Correlation to the start of the launching call and its thread."""
@@ -186,7 +193,10 @@ class Collector:
             return
         timeline, thread = self.timeline, self._thread(event.tid)
         if kind == "dispatched":
-            self._operator(event, start_us, end_us, thread)
+            timeline.dispatched.add(start_us, end_us, thread)
+            timeline.dispatched_name.append(self._operator_names.setdefault(event.name, len(self._operator_names)))
+            if event.args is not None:
+                self._see_arguments(event.name, event.args, start_us, end_us, thread)
             if formula is not None:
                 flop, dtype = _recorded(formula, event.args)
                 operator = Range(event.name, start_us, end_us, thread, formula=formula, flop=flop, dtype=dtype)
@@ -199,18 +209,13 @@ class Collector:
             if kind == "optimizer":
                 timeline.optimizer_ops.add(event.name)
 
-    def _operator(self, event: TraceEvent, start_us: float, end_us: float, thread: int) -> None:
-        timeline, args, name = self.timeline, event.args, event.name
-        timeline.dispatched.add(start_us, end_us, thread)
-        timeline.dispatched_name.append(self._operator_names.setdefault(name, len(self._operator_names)))
-        if args is None:
-            return
+    def _see_arguments(self, name: str, args: Args, start_us: float, end_us: float, thread: int) -> None:
         if args.sequence is not None and not args.forward_thread and _integer(args.sequence) >= 0:
-            timeline.graph_making.add(start_us, end_us, thread)
+            self.timeline.graph_making.add(start_us, end_us, thread)
         if name == "aten::_softmax":
-            timeline.softmaxes.append((start_us, bytes(args.shapes)))
+            self.timeline.softmaxes.append((start_us, bytes(args.shapes)))
         elif name.startswith(("aten::_fused_", "aten::_foreach_")):
-            timeline.optimizer_ops.add(name)
+            self.timeline.optimizer_ops.add(name)
 
     def _device_annotation(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         if _STEP.search(event.name):

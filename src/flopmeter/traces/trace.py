@@ -136,7 +136,16 @@ def make_run(trace: Trace) -> Run:
     """The run that the trace could have been."""
     first = trace.ranks[0]
     steps = [_JobStep(trace, number) for number in trace.numbers]
-    header = _header(trace, steps[0])
+    header = Header(
+        run_id=first.path.name,
+        started_at=steps[0].end_s - steps[0].step_s,
+        world_size=max(first.world_size or 1, len(trace.ranks)),
+        device="cpu" if first.is_cpu else first.device,
+        peak={dtype: peak.as_record() for dtype, peak in first.peaks.items()},
+        mode="trace",
+        convention="exact",
+        versions={"flopmeter": __version__},
+    )
     run = Run(path=first.path, headers=[header], peaks=dict(header.peak), skipped=list(trace.notes))
     run.step.extend(step.number for step in steps)
     run.time.extend(step.end_s for step in steps)
@@ -170,23 +179,20 @@ class _JobStep:
         """The step's line in a run file."""
         has_flop = not any(rank.mfu_reason for rank in self.ranks)
         exposed = fmean(time.exposed_communication_s / time.step_s for time in self.times)
+        phase_s = {
+            phase: self.step_s * fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
+            for phase in PHASES
+            if phase != "other"
+        }
         step = Step(
             step_s=self.step_s,
             exposed_s=exposed * self.step_s,
             model_flop=_summed(flop.model for flop in self.flops) if has_flop else None,
             hardware_flop=_summed(flop.hardware for flop in self.flops) if has_flop else None,
-            phase_s=self._phases(),
+            phase_s=phase_s,
         )
         peaks = {dtype: peak.flop_per_s for dtype, peak in self.ranks[0].peaks.items()}
         return {"global_step": float(self.number), **Window([step]).compute(peaks, num_devices=len(self.ranks))}
-
-    def _phases(self) -> dict[str, float]:
-        """Mean shares of the ranks, in seconds of the job's step."""
-        known = [phase for phase in PHASES if phase != "other"]
-        return {
-            phase: self.step_s * fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
-            for phase in known
-        }
 
 
 def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -194,20 +200,6 @@ def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for part in parts:
         total.update(part)
     return dict(total)
-
-
-def _header(trace: Trace, first_step: _JobStep) -> Header:
-    first = trace.ranks[0]
-    return Header(
-        run_id=first.path.name,
-        started_at=first_step.end_s - first_step.step_s,
-        world_size=max(first.world_size or 1, len(trace.ranks)),
-        device="cpu" if first.is_cpu else first.device,
-        peak={dtype: peak.as_record() for dtype, peak in first.peaks.items()},
-        mode="trace",
-        convention="exact",
-        versions={"flopmeter": __version__},
-    )
 
 
 def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:
