@@ -70,7 +70,7 @@ def test_reading_values_is_counted_with_the_line_that_does_it() -> None:
     lines, first = inspect.getsourcelines(facts)
     line = first + next(i for i, text in enumerate(lines) if ".item()" in text)
     assert found["host_syncs"] == {"aten::_local_scalar_dense": 3}
-    assert found["host_sync_places"] == [f"test_facts.py:{line}"]
+    assert found["host_sync_places"] == [f"test_step_facts.py:{line}"]
 
 
 def test_a_long_loop_of_reads_is_counted_to_the_end_without_looking_up_each() -> None:
