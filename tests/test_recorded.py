@@ -1,4 +1,4 @@
-"""Recorded ranges: how they nest, what arguments they tell, and which names look like matrix work."""
+"""Recorded ranges: how they nest, which of them count, and what arguments they were recorded with."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_a_truncated_trace_gives_what_is_left_and_says_so(tmp_path: Path) -> Non
     [
         (b"", "not a profiler trace"),
         (b"hello", "not a profiler trace"),
-        (b'{"traceEvents": []}', "nothing to tell"),
+        (b'{"traceEvents": []}', "nothing to analyse"),
         (b'{"kind": "header"}', "not a profiler trace"),
         (b"\x1f\x8b garbage that is not deflate", "not a profiler trace|damaged"),
         (gzip.compress(b"\0" * 5000, mtime=0), "not a profiler trace"),

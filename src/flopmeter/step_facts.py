@@ -94,7 +94,7 @@ class StepFacts:
 
 
 def facts_of(observation: Observation, count: FlopCount) -> dict[str, Any]:
-    """The fields of the event `facts`, as far as one observed step tells them."""
+    """The fields of the event `facts`, as far as one observed step shows them."""
     seen = observation.facts
     assert seen is not None
     fields: dict[str, Any] = {
@@ -130,17 +130,13 @@ def eager_attention(calls: Iterable[Call]) -> dict[str, Any] | None:
 
 def odd_sizes(roots: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """Large weight matrices with a side that is no multiple of 8, which tensor cores want."""
-    found: list[dict[str, Any]] = []
-    for root in roots:
-        for path, module in root.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            sides = {"in_features": module.in_features, "out_features": module.out_features}
-            found += [
-                {"module": path, "dimension": name, "size": size}
-                for name, size in sides.items()
-                if size % 8 and size >= MIN_ODD_SIZE
-            ]
+    linears = ((path, m) for root in roots for path, m in root.named_modules() if isinstance(m, nn.Linear))
+    found = [
+        {"module": path, "dimension": name, "size": size}
+        for path, linear in linears
+        for name, size in (("in_features", linear.in_features), ("out_features", linear.out_features))
+        if size % 8 and size >= MIN_ODD_SIZE
+    ]
     return found[:MAX_ODD]
 
 

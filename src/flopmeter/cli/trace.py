@@ -157,8 +157,8 @@ def _speed(rank: RankTrace) -> str:
         return f"MFU is unknown: {clean(rank.mfu_reason)}.{at_least}"
     peaks = ", ".join(f"{dtype} {rate(peak.flop_per_s)}" for dtype, peak in rank.peaks.items())
     shares = ", ".join(f"{dtype} {percent(of_dtype / total)}" for dtype, of_dtype in flop.items()) if total else ""
-    told = f"shapes tell {percent(rank.counting.coverage or 0.0)} of the matrix work"
-    return f"{counted} ({shares}); peak {peaks}; {told}."
+    known = f"shapes are known for {percent(rank.counting.coverage or 0.0)} of the matrix work"
+    return f"{counted} ({shares}); peak {peaks}; {known}."
 
 
 def _top_table(rank: RankTrace, num_top: int) -> Table:

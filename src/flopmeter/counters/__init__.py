@@ -42,7 +42,7 @@ class Reading:
     dram_active: float | None = None
     """Device memory interface."""
     interval_s: float | None = None
-    """The time that the values cover; None when the source does not tell."""
+    """The time that the values cover; None when the source does not say."""
     note: str = ""
     """What the values leave out, or why there are none."""
 

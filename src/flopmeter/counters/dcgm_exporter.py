@@ -71,7 +71,7 @@ class DcgmExporterReader:
 
 
 def find_reading(text: str, uuid: str) -> dict[str, Any]:
-    """The GPU's values in an exporter's text. Its UUID is found by value: exporters may be told to rename the label.
+    """The GPU's values in an exporter's text. Its UUID is found by value: an exporter's settings may rename the label.
 
     MIG slices carry their board's UUID and a GPU_I_ID: they are other devices.
     """

@@ -87,7 +87,7 @@ class ProfiledStep:
         """Begin to record.
 
         Raises:
-            CountError: Another profiler is at work; `profiler_guard.blocker` tells beforehand.
+            CountError: Another profiler is at work; ask `profiler_guard.blocker` first.
         """
         self._recording.start()
         self._undo = [
@@ -115,7 +115,7 @@ class ProfiledStep:
             self._undo.pop()()
 
     def _mark_optimizer(self, is_in: bool) -> None:
-        """Torch has a range of its own around an optimizer's step; one that is still open is told since 2.12 only."""
+        """Torch before 2.12 does not record its own range around an optimizer's step while that is open."""
         mark, self._optimizer = self._optimizer, None
         if mark is not None:
             mark.__exit__(None, None, None)

@@ -1,7 +1,7 @@
 """May torch's profiler be started now, and who has to give way when two want it?
 
 Torch records one session per process. A second one empties the trace of the first, or crashes the process; it does so
-even while the first only warms up, when no flag of torch's tells of it. So every session that is not ours is noted
+even while the first only warms up, when no flag of torch's shows it. So every session that is not ours is noted
 when it is prepared, ours starts only when there is none, and ends at once when the user's begins on the same thread.
 Where it begins on another one, nobody waits: ours is lost, records no more, and is put away on its own thread once
 theirs has ended.
@@ -38,7 +38,7 @@ from flopmeter.torch_compat import (
 
 logger = logging.getLogger("flopmeter")
 
-# Kineto has one subscriber to CUPTI; whoever set one of these is it, or will be.
+# CUPTI serves one tool at a time. Where one of these is set, that tool is not Kineto.
 _OTHER_TOOLS = (
     "NSYS_PROFILING_SESSION_ID",
     "CUDA_INJECTION64_PATH",
@@ -317,7 +317,7 @@ def _silent_kineto() -> Iterator[None]:
 
 
 def _noticed(name: str) -> Callable[..., Any]:
-    """A method of torch's profiler that tells us when a session of the user's is prepared, or has ended."""
+    """A method of torch's profiler, with a note for us that a session of the user's is prepared, or has ended."""
     original = getattr(torch_profiler.profile, name)
     begins = name == "_prepare_trace"
 

@@ -90,8 +90,8 @@ class Range:
     """Whether it is an operator whose FLOPs count; for a split of time, whether it is an operator at all."""
     is_inside: bool = field(init=False)
     """Whether it lies in one that is."""
-    is_told: bool = field(init=False)
-    """Whether its FLOPs are counted or listed as unknown, here or inside: see `uncounted`."""
+    is_settled: bool = field(init=False)
+    """Whether its FLOPs are counted, or listed as unknown, by itself or by a range inside: see `uncounted`."""
 
     def around(self) -> Iterator[Range]:
         """The ranges that it lies in, inner before outer."""
@@ -141,7 +141,7 @@ def choose(nested: Sequence[Range]) -> list[Range]:
     Of products inside a product that is the innermost, of an attention the whole: see `formulas.is_closer`.
     """
     for range_ in nested:
-        range_.has_closer = range_.is_told = False
+        range_.has_closer = False
         if range_.formula is not None and range_.flop is not None:
             for outer in range_.around():
                 outer.has_closer |= outer.formula is not None and is_closer(range_.formula, outer.formula)
@@ -149,6 +149,7 @@ def choose(nested: Sequence[Range]) -> list[Range]:
         around = range_.outer
         range_.is_inside = around is not None and (around.is_inside or around.is_counted)
         range_.is_counted = not range_.is_inside and not range_.has_closer and range_.flop is not None
+        range_.is_settled = range_.is_inside or range_.is_counted
     return [range_ for range_ in nested if range_.is_counted]
 
 
@@ -160,13 +161,11 @@ def uncounted(nested: Sequence[Range], may_hide_flop: Callable[[str], bool] = la
     """
     found = []
     for range_ in reversed(nested):
-        if range_.is_counted:
-            range_.is_told = True
-        elif not range_.is_inside and not range_.is_told and (range_.formula is not None or may_hide_flop(range_.name)):
+        if not range_.is_settled and (range_.formula is not None or may_hide_flop(range_.name)):
             found.append(range_)
-            range_.is_told = True
-        if range_.is_told and range_.outer is not None:
-            range_.outer.is_told = True
+            range_.is_settled = True
+        if range_.is_settled and range_.outer is not None:
+            range_.outer.is_settled = True
     return found
 
 
@@ -194,7 +193,7 @@ class FlopSums:
 
 
 def recorded_flop(formula: Formula, shapes: Any, dtypes: Any, values: Any) -> tuple[Work | None, str]:
-    """FLOPs and dtype of a recorded call; the FLOPs are None when the record does not tell them."""
+    """FLOPs and dtype of a recorded call; the FLOPs are None when they do not follow from the record."""
     try:
         arguments = recorded_arguments(shapes, dtypes, values)
         dtype = next((argument.dtype for argument in arguments if isinstance(argument, Spec)), "")

@@ -291,7 +291,7 @@ class SampledStep:
         """Begin to record.
 
         Raises:
-            CountError: Another profiler is at work; `why_not` tells beforehand.
+            CountError: Another profiler is at work; ask `why_not` first.
         """
         self._recording.start()
         self._thread = get_ident()
@@ -327,8 +327,9 @@ class SampledStep:
             until_ns = min((start for start, _ in self._backward), default=self._start_ns)
             batches = [int(r.end) for r in ranges if r.name.startswith(LOADING) and r.end <= until_ns]
             forward = [(max(batches, default=self._start_ns), until_ns)]
+        on_device = (raw for raw in events if raw.device_type() == DeviceType.CUDA and not raw.is_user_annotation())
         marks = Marks((self._start_ns, end_ns), forward, self._backward, self._graph_building, launches)
-        return reduce_cuda(ranges, _kernels(events), marks) if self.is_cuda else reduce_cpu(ranges, marks)
+        return reduce_cuda(ranges, map(_kernel_of, on_device), marks) if self.is_cuda else reduce_cpu(ranges, marks)
 
     @contextmanager
     def _note_backward(self, builds_graph: bool) -> Iterator[None]:
@@ -362,9 +363,7 @@ class _CallHook(OwnHook):
             self._spans.append((self._start_ns, time_ns()))
 
 
-def _kernels(events: Iterable[Any]) -> Iterator[Kernel]:
-    for raw in events:
-        if raw.device_type() == DeviceType.CUDA and not raw.is_user_annotation():
-            start_ns, end_ns = raw.start_ns(), raw.start_ns() + raw.duration_ns()
-            ids = raw.correlation_id(), raw.linked_correlation_id()
-            yield Kernel(raw.name(), start_ns, end_ns, raw.device_resource_id(), *ids)
+def _kernel_of(raw: Any) -> Kernel:
+    start_ns, end_ns = raw.start_ns(), raw.start_ns() + raw.duration_ns()
+    ids = raw.correlation_id(), raw.linked_correlation_id()
+    return Kernel(raw.name(), start_ns, end_ns, raw.device_resource_id(), *ids)

@@ -1,7 +1,7 @@
-"""How many FLOPs did each step do, in which format, and how much of the matrix work did the shapes tell?
+"""How many FLOPs did each step do, in which format, and for how much of the matrix work are the shapes known?
 
 An operator counts when it launched a kernel: a recomputation that checkpointing stopped early has recorded an operator
-that never ran. On a CPU that cannot be told, so such operators count (as recomputation, which MFU leaves out).
+that never ran. On a CPU nothing shows that, so such operators count (as recomputation, which MFU leaves out).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Counting:
     coverage: float | None = None
     """Share of the matrix work, by its time, whose shapes were recorded and understood; None when there is none."""
     uncounted: dict[str, int] = field(default_factory=dict)
-    """Operators whose shapes do not tell their FLOPs, with their number of calls."""
+    """Operators whose FLOPs do not follow from what was recorded, with their number of calls."""
     has_tf32: bool | None = None
     """Whether fp32 products ran in TF32; None when no kernel of one was seen."""
     has_flags_lost: bool = False
@@ -58,10 +58,10 @@ def count(timeline: Timeline, placed: DeviceEvents, host: Host, windows: list[St
         result.steps[index].add(operator.name, phase, dtype, operator.flop.exact, operator.flop.hardware)
         result.has_flags_lost |= operator.formula.family in _ATTENTION and not timeline.has_values
     if kernels:
-        told_us, untold_us = kernels.seen_us()
+        counted_us, other_us = kernels.seen_us()
     else:
-        told_us, untold_us = (sum(operator.end - operator.start for operator in group) for group in (counted, lost))
-    result.coverage = told_us / (told_us + untold_us) if told_us + untold_us > 0 else None
+        counted_us, other_us = (sum(operator.end - operator.start for operator in group) for group in (counted, lost))
+    result.coverage = counted_us / (counted_us + other_us) if counted_us + other_us > 0 else None
     return result
 
 
@@ -71,7 +71,7 @@ class _Kernels:
     def __init__(self, timeline: Timeline, placed: DeviceEvents) -> None:
         self._names, self._placed = timeline.kernel_names, placed
         self._launches: dict[int, tuple[list[float], list[int]]] = {}
-        self._told: set[int] = set()
+        self._counted: set[int] = set()
         known = (position for position, thread in enumerate(placed.thread) if thread >= 0)
         for position in sorted(known, key=placed.launch_us.__getitem__):
             times, positions = self._launches.setdefault(placed.thread[position], ([], []))
@@ -82,7 +82,7 @@ class _Kernels:
         """Positions of the kernels that an operator launched."""
         times, positions = self._launches.get(operator.thread, ([], []))
         found = positions[bisect_left(times, operator.start) : bisect_right(times, operator.end)]
-        self._told.update(found)
+        self._counted.update(found)
         return found
 
     def names(self, positions: list[int]) -> Iterator[str]:
@@ -93,8 +93,8 @@ class _Kernels:
         spent_us = [0.0, 0.0]
         for position in range(len(self._placed)):
             if self._placed.activity[position] < Activity.COMMUNICATION and is_matmul(next(self.names([position]))):
-                is_untold = position not in self._told
-                spent_us[is_untold] += self._placed.end_us[position] - self._placed.start_us[position]
+                is_other = position not in self._counted
+                spent_us[is_other] += self._placed.end_us[position] - self._placed.start_us[position]
         return spent_us[0], spent_us[1]
 
 

@@ -210,7 +210,10 @@ class EventReader:
                 self._buffer = self._buffer[match.end() :]
                 return
             if match := _LIST.search(self._buffer):
-                self._read_head(self._buffer[: match.start()] + b'"":0}')
+                try:
+                    self.head = _head_decoder.decode(self._buffer[: match.start()] + b'"":0}')
+                except _UNREADABLE:
+                    self.problems.append("what stands before its events is damaged, so its device and rank are unknown")
                 self._buffer = self._buffer[match.end() :]
                 return
         raise TraceError(
@@ -218,14 +221,10 @@ class EventReader:
             "torch.profiler's export_chrome_trace"
         )
 
-    def _read_head(self, text: bytes) -> None:
-        try:
-            self.head = _head_decoder.decode(text)
-        except _UNREADABLE:
-            self.problems.append("what stands before its events is damaged, so its device and rank are unknown")
-
     def _fast_batch(self) -> list[TraceEvent] | None:
-        cut = _last(_BETWEEN, self._buffer)
+        near_end = max(0, len(self._buffer) - _SEARCH_BYTES)  # where the last match nearly always is
+        matches = (deque(_BETWEEN.finditer(self._buffer, start), maxlen=1) for start in (near_end, 0))
+        cut = next((found[0] for found in matches if found), None)
         if cut is None:
             return None
         try:
@@ -286,14 +285,6 @@ class EventReader:
             return
         for field in Head.__struct_fields__:
             setattr(self.head, field, getattr(self.head, field) or getattr(found, field))
-
-
-def _last(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
-    """The last match; near the end first, where it nearly always is."""
-    for start in (max(0, len(text) - _SEARCH_BYTES), 0):
-        if found := deque(pattern.finditer(text, start), maxlen=1):
-            return found[0]
-    return None
 
 
 def _end(pattern: re.Pattern[str], text: str, position: int, or_else: int | None = None) -> int:

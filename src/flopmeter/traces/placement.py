@@ -3,7 +3,7 @@
 A kernel runs long after its launch, so it belongs to the phase in which it was launched. Phases are known from marks
 that torch itself makes: nodes of the autograd engine are the backward pass, `Optimizer.step` annotations the optimizer,
 operators that make autograd nodes the forward pass; such an operator inside the backward pass is recomputation (or a
-backward pass that builds a graph, which a trace does not tell apart). The rest is "other".
+backward pass that builds a graph, which looks the same in a trace). The rest is "other".
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MANY_LOST = 0.05
 """Share of idle time with work in the queue from which on it is worth a note."""
 MAX_TOP = 20
 MIN_ATTENTION_LENGTH = 64
-"""A square of scores smaller than this costs nothing, whoever computes it."""
+"""A square of scores smaller than this costs next to nothing."""
 _FUSED = re.compile(r"aten::_fused_(adam|adamw|sgd|adagrad)|Optimizer\.step#.*Fused")
 
 CPU = "the CPU of the trace"
@@ -115,7 +115,7 @@ def read_rank(
     windows = find_windows(timeline, placed)
     if not windows:
         missing = f" ({'; '.join(problems)})" if problems else ""
-        raise TraceError(f"{path} has no kernel and no operator, so there is nothing to tell{missing}")
+        raise TraceError(f"{path} has no kernel and no operator, so there is nothing to analyse{missing}")
     is_cpu, origin_us = not len(timeline.device_events), 0.0
     device = CPU if is_cpu else _device_name(head, timeline)
     counting = count(timeline, placed, host, windows)
@@ -154,7 +154,7 @@ def _device_name(head: Head, timeline: Timeline) -> str:
 
 
 def _peaks(device: str, counting: Counting, timeline: Timeline, stated: float | None) -> tuple[dict[str, Peak], str]:
-    """Peaks of the dtypes that did work, and why MFU cannot be told."""
+    """Peaks of the dtypes that did work, and why there is no MFU."""
     dtypes = sorted({dtype for step in counting.steps for dtype in (*step.model, *step.hardware)})
     peaks: dict[str, Peak] = {}
     reason = ""
@@ -164,7 +164,7 @@ def _peaks(device: str, counting: Counting, timeline: Timeline, stated: float | 
         reason = "no operator with a FLOP formula was recorded in its steps"
     elif counting.coverage is not None and counting.coverage < MIN_COVERAGE:
         lost = ", ".join(sorted(counting.uncounted)[:4]) or "kernels that no recorded operator launched"
-        reason = f"shapes tell only {percent(counting.coverage)} of the matrix work (by time); not told: {lost}"
+        reason = f"shapes are known for only {percent(counting.coverage)} of the matrix work (by time); unknown: {lost}"
     for dtype in dtypes:
         try:
             peaks[dtype] = peak_flops(device, dtype, peak_flop_per_s=stated)
@@ -185,7 +185,7 @@ def _notes(timeline: Timeline, times: tuple[TracedStep, ...], counting: Counting
     if counting.has_flags_lost:
         notes.append("whether attention was causal is not recorded, so every query-key pair counts")
     if counting.steps and sum(step.by_phase.get("recompute", 0.0) for step in counting.steps) > 0:
-        notes.append("recomputation is told by gradients being on in the backward pass, as with create_graph=True")
+        notes.append("recomputation is known by gradients being on in the backward pass, as with create_graph=True")
     idle_s, all_s = sum(time.other_idle_s for time in times), sum(time.step_s for time in times)
     if len(timeline.device_events) and idle_s > MANY_LOST * all_s:
         notes.append(

@@ -58,7 +58,7 @@ class TracedStep:
     """Idle while the host waited for a batch."""
     other_idle_s: float = 0.0
     """Idle although the next kernel was in the queue (it waited for another stream, or the device needed a moment to
-    begin it), or idle for a reason that the trace does not tell."""
+    begin it), or idle for a reason that the trace does not show."""
     phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By phase; an idle stretch belongs to the phase of the kernel that ends it. They add up to the step."""
     detail_s: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
@@ -137,7 +137,7 @@ def _leftovers_us(first_us: float, done_us: float, placed: DeviceEvents) -> floa
     """When the device was done with what had been launched before the first step.
 
     Such kernels have an older launch or none on record. Where kernels without a launch run on beyond the first step,
-    they are not left over but badly recorded, and tell nothing.
+    they are not left over but badly recorded, and are no sign of anything.
     """
     rows = zip(placed.end_us, placed.launch_us, placed.activity, strict=True)
     older = [end_us for end_us, launch_us, work in rows if work in COMPUTE and not launch_us >= first_us]

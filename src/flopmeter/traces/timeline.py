@@ -1,4 +1,4 @@
-"""What of a trace is kept? A few numbers for each event that tells where time went, in columns; the text is let go.
+"""What of a trace is kept? A few numbers for each event that shows where time went, in columns; its text is not kept.
 
 About 100 bytes are held for an event that is kept, against some 300 of its text; flows, counters, stacks and queries
 are not kept.
@@ -42,7 +42,7 @@ class DeviceEvents:
     start_us: array[float] = field(default_factory=lambda: array("d"))
     end_us: array[float] = field(default_factory=lambda: array("d"))
     activity: array[int] = field(default_factory=lambda: array("b"))
-    """`Activity`, at first as the name alone tells it, after `place` by what it was launched for."""
+    """`Activity`, at first by the name alone, after `place` by what it was launched for."""
     name: array[int] = field(default_factory=lambda: array("l"))
     """Position in `Timeline.kernel_names`, or `operator_names`."""
     correlation: array[int] = field(default_factory=lambda: array("q"))
@@ -272,7 +272,7 @@ def _integer(value: Any) -> int:
 
 @lru_cache(maxsize=65536)
 def _activity(category: str, name: str) -> Activity:
-    """Compute, communication or copy; what a compute kernel is for, only its launch tells."""
+    """Compute, communication or copy; what a compute kernel is for is known from its launch alone."""
     if category.lower() == "kernel":
         return Activity.COMMUNICATION if is_communication(name) else Activity.OTHER_COMPUTE
     is_within = category.lower().endswith("memset") or "DtoD" in name or "Device -> Device" in name
@@ -280,7 +280,7 @@ def _activity(category: str, name: str) -> Activity:
 
 
 def _recorded(formula: Formula, args: Args | None) -> tuple[Work | None, str]:
-    """FLOPs and dtype of a call; None when its record does not tell."""
+    """FLOPs and dtype of a call; None when they do not follow from its record."""
     texts = (bytes(args.shapes), bytes(args.dtypes), bytes(args.values)) if args is not None else (b"", b"", b"")
     if not texts[0] or sum(map(len, texts)) > _MAX_RECORD_BYTES:
         return None, ""

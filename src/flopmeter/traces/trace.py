@@ -152,7 +152,14 @@ def make_run(trace: Trace) -> Run:
     rows = [step.metrics() for step in steps]
     for key in dict.fromkeys(key for row in rows for key in row):
         run.columns[key] = array("d", (row.get(key, math.nan) for row in rows))
-    run.events = _events(trace, steps)
+    last = steps[-1]
+    run.events = [
+        *(_event(step, "profile", **_profile(first, step, steps)) for step in steps),
+        _event(last, "count", **_count(steps, first)),
+        _event(last, "facts", **first.facts),
+        *([_event(last, "ranks", **_rank_statistics(trace, steps))] if len(trace.ranks) > 1 else []),
+        *(_event(last, "warning", message=note) for note in (*trace.notes, first.mfu_reason) if note),
+    ]
     run.summary = {"num_steps": len(steps)}
     return run
 
@@ -200,16 +207,6 @@ def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for part in parts:
         total.update(part)
     return dict(total)
-
-
-def _events(trace: Trace, steps: Sequence[_JobStep]) -> list[dict[str, Any]]:
-    first, last = trace.ranks[0], steps[-1]
-    events = [_event(step, "profile", **_profile(first, step, steps)) for step in steps]
-    events.append(_event(last, "count", **_count(steps, first)))
-    events.append(_event(last, "facts", **first.facts))
-    if len(trace.ranks) > 1:
-        events.append(_event(last, "ranks", **_rank_statistics(trace, steps)))
-    return events + [_event(last, "warning", message=note) for note in (*trace.notes, first.mfu_reason) if note]
 
 
 def _event(step: _JobStep, name: str, **fields: Any) -> dict[str, Any]:
