@@ -238,7 +238,7 @@ class _StepRecord:
     def _left_out(self, convention: Convention) -> Iterator[str]:
         if convention == "exact":
             yield UNSEEN_MASKS
-        forward = [(op, work.full) for op, work in self.ops if op.phase == "forward"]
+        forward = [(op, work.full) for op, work in self.ops if op.phase in ("forward", "loading")]
         silent = sum(flop for op, flop in forward if all(r.sequence_nr < 0 for r in (op, *op.around())))
         if silent:
             yield f"{silent:.4g} FLOP ran forward with gradients off: evaluation inside the step would be among them."
