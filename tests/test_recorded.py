@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flopmeter.flops import formulas
 from flopmeter.flops.formulas import Spec
+from flopmeter.profiling import recorded as recorded_module
 from flopmeter.profiling.profiler_guard import Recording
 from flopmeter.profiling.recorded import Range, choose, nest, recorded_arguments, recorded_flop, uncounted
 from flopmeter.torch_compat import input_shapes
@@ -57,6 +58,16 @@ def test_an_attention_counts_as_a_whole_and_nothing_that_it_is_made_of_is_missed
     nested = nest([whole, *inside])
     assert choose(nested) == [whole]
     assert uncounted(nested) == []
+
+
+def test_a_damaged_trace_with_operators_in_operators_without_end_is_read_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(recorded_module, "is_closer", lambda inner, outer: not asked.append(outer.op))
+    deep = [call("aten::mm", at, 10_000 - at, [2, 2], [2, 2]) for at in range(1000)]
+    assert choose(nest(deep)) == [deep[-1]]
+    assert len(asked) == 999
 
 
 def recorded(function: Any, *args: Any) -> list[Any]:

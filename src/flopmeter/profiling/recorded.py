@@ -145,6 +145,8 @@ def choose(nested: Sequence[Range]) -> list[Range]:
         if range_.formula is not None and range_.flop is not None:
             for outer in range_.around():
                 outer.has_closer |= outer.formula is not None and is_closer(range_.formula, outer.formula)
+                if outer.formula is range_.formula and outer.flop is not None:
+                    break  # what lies around that was asked for its sake
     for range_ in nested:
         around = range_.outer
         range_.is_inside = around is not None and (around.is_inside or around.is_counted)
