@@ -13,12 +13,13 @@ QUICK_TESTS := tests/test_architecture.py tests/test_bound.py tests/test_cli.py 
   tests/test_formulas.py tests/test_measuring.py tests/test_monitor.py tests/test_observe.py tests/test_record.py \
   tests/test_steps.py tests/test_timing.py tests/test_training_monitor.py tests/test_waterfall.py
 
-.PHONY: help demo test check coverage test-gpu gpu-truth gpu-evidence simulated-gpu test-versions lint results pictures clean
+.PHONY: help demo test test-all check coverage test-gpu gpu-truth gpu-evidence simulated-gpu test-versions lint results pictures clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT for half a minute and watch its MFU"
 	@echo "make test    linters, types and tests"
+	@echo "make test-all  the same, with tests that are slow and say little more"
 	@echo "make coverage  the tests, and which lines of src/ they reach"
 	@echo "make check   linters, types and a quick part of the tests: three minutes"
 	@echo "make lint    linters and types only"
@@ -35,6 +36,9 @@ demo: $(VENV)/.ready-demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ""
 
 # Its own warnings on stderr, and its hold on forked workers, fail a handful of tests that look at just those.
 coverage: $(VENV)/.ready-test

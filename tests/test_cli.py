@@ -138,6 +138,7 @@ def test_the_demo_trains_and_leaves_a_run_file(tmp_path: Path) -> None:
     assert run.column("training/loss")[-1] < run.column("training/loss")[0]
 
 
+@pytest.mark.slow
 def test_the_demo_shows_a_line_and_a_table(tmp_path: Path) -> None:
     answer = flopmeter("demo", "--seconds", "3", "--output-dir", str(tmp_path))
     assert answer.returncode == 0, answer.stderr

@@ -77,7 +77,7 @@ def job(request: pytest.FixtureRequest) -> Job:
     return request.getfixturevalue(request.param)
 
 
-BOTH = pytest.mark.parametrize("job", ["two", "four"], indirect=True)
+BOTH = pytest.mark.parametrize("job", ["two", pytest.param("four", marks=pytest.mark.slow)], indirect=True)
 PLANTED = {"forward": "forward", "backward": "backward", "loader": "data_wait"}
 
 

@@ -34,7 +34,9 @@ def snapshot(case: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in left.items()} | {"rng": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("compiled_non_reentrant")) for name in ROWS]
+)
 def test_a_row_is_counted_right_and_left_as_it_was(name: str) -> None:
     row = ROWS[name]
     plain = row.build()

@@ -275,6 +275,7 @@ print(json.dumps([events, recording.was_cut_short, torch._C._autograd._profiler_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is mended")
+@pytest.mark.slow
 def test_a_child_that_is_forked_after_a_profile_ends_as_it_wants_to() -> None:
     answer = output_of("""
         import os, time

@@ -416,7 +416,11 @@ def check(record: Path, num_steps: int, flop: float) -> None:
         assert run.column("perf/model_flop")[index] == pytest.approx(flop, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("trl: preferences", "trl: reward model", "ignite: digits")
+"""Of a kind with the others."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_a_program_of_somebody_else_is_measured_rightly_and_not_changed(
     name: str, tmp_path: Path, unpacked: Callable[[Archive], Path]
 ) -> None:

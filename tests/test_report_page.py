@@ -92,7 +92,10 @@ def demo(folder: Path, *arguments: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("fault", [(), ("--plant", "slow_disk=0.5")], ids=["demo", "planted"])
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param((), id="demo"), pytest.param(("--plant", "slow_disk=0.5"), id="planted", marks=pytest.mark.slow)],
+)
 def test_a_real_run_opens_and_shows_the_waterfall_of_its_record(
     opened: Opener, tmp_path: Path, fault: tuple[str, ...]
 ) -> None:

@@ -263,8 +263,8 @@ def test_a_thread_that_is_behind_does_not_rest(tmp_path: Path, monkeypatch: pyte
     rests: list[float] = []
     rest = worker._wake.wait
     monkeypatch.setattr(worker._wake, "wait", lambda timeout_s: rests.append(timeout_s) or rest(timeout_s))
-    for item in range(1000):
-        worker.put(item)
+    worker._queue.extend(range(1000))
+    worker.wake()
     end_s = time.monotonic() + 60
     while worker._queue and time.monotonic() < end_s:
         time.sleep(0.01)

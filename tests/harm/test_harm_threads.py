@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -307,6 +308,32 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 BATCHES = [torch.ones(4, 8) for _ in range(6)]
+
+
+def test_no_profile_begins_while_a_range_of_the_last_one_is_open(tmp_path: Path) -> None:
+    """Torch would write the end of that range, here the optimizer's or the program's, into memory that it has freed."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    settings = {**SETTINGS, "mfu_calculation_mode": "profiler", "flops_profile_freq": 1}
+    is_profiled = []
+    around: torch.profiler.record_function | None = None
+    with watch(model, optimizer, output_dir=tmp_path, config={"monitoring": settings}):
+        for step in range(60):
+            is_profiled.append(torch.autograd._profiler_enabled())
+            if is_profiled[-1] and around is None and step > 30:
+                around = torch.profiler.record_function("epoch")
+                around.__enter__()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    profiled = [step for step, yes in enumerate(is_profiled) if yes]
+    assert len(profiled) > 5
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(profiled))
+    assert around is not None
+    assert sum(step > 30 for step in profiled) == 1
+    around.__exit__(None, None, None)
+    warnings = [str(event.get("message")) for event in load_run(tmp_path).events if event["event"] == "warning"]
+    assert any("inside a record_function" in message for message in warnings)
 
 
 @pytest.mark.parametrize("mode", ["smart", "profiler", "estimate", "hybrid"])

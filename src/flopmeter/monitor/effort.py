@@ -58,6 +58,10 @@ class Effort:
         """Whether something may be running through this step, for `end_step` to close."""
         self.leftover_thread = 0
         """The thread that has to discard a measurement, because no other one can; 0 for none."""
+        self.profiles_from = 0
+        """After so many steps the profiler may run again: by then all ranges that were open when it last ended, such as
+        the optimizer's step or one around the whole step, are closed. Torch writes the end of such a range into memory
+        that it has freed when another session runs by then."""
         self._thread = get_ident()
         self._source: FlopSource | None = None
         """What the running measurement is for, and where it was begun."""
@@ -140,7 +144,7 @@ class Effort:
             self.discard(num_steps)
             return
         is_counted = source is not None and source.is_measuring
-        self.is_measuring = False
+        self.is_measuring, self.profiles_from = False, num_steps + 1
         if not is_counted and self.sampling.running is None:
             return
         step_s = split(record.clock).step_ns / 1e9
@@ -169,6 +173,7 @@ class Effort:
         if not self.is_measuring:
             return
         start_ns = time.perf_counter_ns()
+        self.profiles_from = num_steps + 3  # odd: a program that profiles every second step leaves the others to us
         is_here = get_ident() == self._thread
         is_over = is_here or all(thread.ident != self._thread for thread in living_threads())
         if self._source is not None:
@@ -215,14 +220,16 @@ class Effort:
             return
         self._source = source
         run_s = time.monotonic() - self._started_s
-        if source.measures and self.schedule.is_due(num_steps, run_s, self.own_ns / 1e9 + self._threads_s()):
+        may_profile = num_steps >= self.profiles_from
+        may_measure = source.measures and (may_profile or source.mode != "profiler")
+        if may_measure and self.schedule.is_due(num_steps, run_s, self.own_ns / 1e9 + self._threads_s()):
             self._thread, self.is_measuring = get_ident(), True
             try:
                 source.start(obstacle(to_profiler=source.mode == "profiler"))
             except Exception as error:  # noqa: BLE001 - as above
                 source.give_up(error)
             self.is_measuring = source.is_measuring
-        if not self.is_measuring and self.sampling.plan.is_due(num_steps, run_s, self.share() * run_s):
+        if not self.is_measuring and may_profile and self.sampling.plan.is_due(num_steps, run_s, self.share() * run_s):
             self._thread, self.is_measuring = get_ident(), True
             self.sampling.start(model, num_steps, obstacle(to_profiler=True))
         if self._is_closed:  # by another thread, which may have come too early to see it

@@ -225,7 +225,7 @@ class Steps:
             effort.begin_step(tracker.source, self.model, num_steps, tracker.obstacle)
         effort.sampling.listen(is_ordinary=num_steps >= WARMUP_STEPS and not effort.is_measuring)
         has_more = tracker.blocking is not None or tracker.device_time is not None or effort.is_measuring
-        if has_more or num_steps < WARMUP_STEPS:
+        if has_more or num_steps < max(WARMUP_STEPS, effort.profiles_from):
             self.next_look = num_steps + 1
         else:
             measuring = effort.schedule.next_step

@@ -59,10 +59,6 @@ def _ignore(item: Any) -> None:
     """Nobody empties the queue."""
 
 
-GRACE_S = 1.0
-"""What a thread that somebody has waited for in vain is given at the end to come round."""
-
-
 class SinkThread:
     """Runs one sink, so that a sink that hangs holds up nobody else.
 
@@ -193,8 +189,8 @@ class Worker:
         self._jobs: deque[Callable[[], None]] = deque()
         self._then: Callable[[], None] | None = None
         self._is_written = threading.Event()
-        self._is_stuck = False
-        """Whether somebody waited in vain, and this thread has not come round since."""
+        self._stuck_since_s = 0.0
+        """When somebody began to wait in vain, if this thread has not come round since; else 0."""
         self._num_in_hand = 0
         """Items taken from the queue that are not on disk yet."""
         self._is_writing = False
@@ -232,7 +228,7 @@ class Worker:
         """
         end_s = time.monotonic() + HAND_OVER_S
         while len(self._queue) + self._num_in_hand >= 2 * self._flush_every and time.monotonic() < end_s:
-            if self._is_writing or self._is_stuck or not self._thread.is_alive():
+            if self._is_writing or self._stuck_since_s or not self._thread.is_alive():
                 return
             time.sleep(BREATH_S)
 
@@ -266,7 +262,7 @@ class Worker:
         None when it takes too long; then it may still be done later, and nobody is kept waiting again until this
         thread has come round. What the job raises is raised here.
         """
-        if os.getpid() != self._pid or self._is_stuck:
+        if os.getpid() != self._pid or self._stuck_since_s:
             return None
         answers: list[_T] = []
         errors: list[Exception] = []
@@ -285,8 +281,9 @@ class Worker:
             self._wake.set()
         else:  # it has closed the record
             threading.Thread(target=run, name="flopmeter", daemon=True).start()
+        start_s = time.monotonic()
         if not is_done.wait(timeout_s):
-            self._is_stuck = True
+            self._stuck_since_s = start_s
             return None
         if errors:
             raise errors[0]
@@ -314,15 +311,13 @@ class Worker:
             logger.warning("%s", message)
             self._queue.append({"kind": "event", "event": "warning", "time": time.time(), "message": message})
         self._queue.extend(last)
-        self._wake.set()
-        end_s = time.monotonic() + GRACE_S
-        while self._is_stuck and self._thread.is_alive() and time.monotonic() < end_s:
-            time.sleep(BREATH_S)  # it may just have come round: something else than the disk held it up
-        is_stuck = self._is_stuck
-        self._then = then if not is_stuck else None
+        self._then = then
         self._is_closing = True
         self._wake.set()
-        is_written = self._is_written.wait(0.0 if is_stuck else timeout_s or CLOSE_TIMEOUT_S)
+        patience_s = timeout_s or CLOSE_TIMEOUT_S
+        if self._stuck_since_s:  # nobody waits longer than that for one disk
+            patience_s -= time.monotonic() - self._stuck_since_s
+        is_written = self._is_written.wait(max(0.0, patience_s))
         if timeout_s:
             return is_written
         for sink in self._sinks:
@@ -360,7 +355,7 @@ class Worker:
                 num_unflushed, last_flush_s = 0, now_s
                 self._num_in_hand = 0
             self.cpu_s = time.thread_time()
-            self._is_stuck = False
+            self._stuck_since_s = 0.0
             while self._jobs and not self._queue:
                 self._jobs.popleft()()
             if is_closing and not self._queue:

@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -48,6 +49,7 @@ _OTHER_TOOLS = (
     "KINETO_USE_DAEMON",
 )
 _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
+_USER_SCOPE = 7  # at::RecordScope::USER_SCOPE
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
@@ -107,33 +109,30 @@ class Recording:
             atexit.register(self._stop_at_exit)
             _end_kineto_thread_before_forks()
 
-    def stop(self) -> list[Any]:
-        """End the session and hand out its raw events; empty when it was cut short or has ended before."""
-        results = self._end()
-        return results.events() if results is not None else []
-
     def give_way(self) -> None:
         """End early, and throw away what was recorded. On another thread than its own it only becomes unwanted."""
         self.was_cut_short = True
         if not self.is_on_its_thread:
             return
         try:
-            self._end()
+            self.stop()
         except Exception as error:  # noqa: BLE001 - called from inside the user's profiler, which must start
             logger.warning("flopmeter's profiler session did not end cleanly: %s: %s", type(error).__name__, error)
 
-    def _end(self) -> Any:
+    def stop(self) -> list[Any]:
+        """End the session and hand out its raw events; empty when it was cut short or has ended before."""
         with _sessions.lock:
             if self.profiler is None:
-                return None
+                return []
             if not self.is_on_its_thread:
                 raise CountError("a profiled step must be stopped on the thread that started it: stop it there")
             ended = self.profiler
             if self.is_lost and _sessions.foreign:
                 # Theirs still runs. On this thread nothing more is recorded; the rest has to wait.
                 pause_profiler_here()
-                return None
+                return []
             is_whole = not self.is_lost and (ended.use_device is None or _has_synchronized(self._devices))
+            end_ns = time.time_ns()
             ended.use_device = None  # torch waits before it ends the session, and a wait that fails leaves it running
             try:
                 if self.is_lost:  # without a trace to end, torch would crash
@@ -146,7 +145,9 @@ class Recording:
             # Dropped by hand: with garbage collection off, as large runs have it, nothing else would.
             results, ended.kineto_results = ended.kineto_results, None
             self.was_cut_short = self.was_cut_short or not is_whole
-            return results if is_whole else None
+            events: list[Any] = results.events() if results is not None else []
+            _sessions.has_open_range |= any(_is_open(event, end_ns) for event in events)
+            return events if is_whole else []
 
     def _stop_at_exit(self) -> None:
         """A session that still runs when the interpreter ends crashes it."""
@@ -168,6 +169,12 @@ def range_of(raw: Any) -> Range:
         raw.fwd_thread_id() if is_node else 0,
         raw.correlation_id(),
     )
+
+
+def _is_open(event: Any, end_ns: int) -> bool:
+    """Whether it is a range of the program's that had not ended with the session. Torch before 2.12 leaves it out."""
+    is_range = event.scope() == _USER_SCOPE and not event.is_async() and not event.name().startswith("Optimizer.")
+    return bool(is_range and event.start_ns() + event.duration_ns() >= end_ns)
 
 
 def _has_synchronized(devices: Collection[torch.device]) -> bool:
@@ -194,6 +201,9 @@ class _Sessions:
         self.foreign: WeakSet[torch_profiler.profile] = WeakSet()
         self.has_collided = False
         """Whether the user has started a profiler on another thread while ours ran: they may do so again."""
+        self.has_open_range = False
+        """Whether a session of ours has ended inside a `record_function` of the program's. Torch writes the end of that
+        range into memory that it has freed, if another session runs by then, and nobody tells when it is closed."""
         self.watchers: list[Callable[[], None]] = []
         """Each is called when a session of the user's is about to begin, on the user's thread."""
         self.undo: list[Callable[[], None]] = []
@@ -227,7 +237,7 @@ def watch(on_foreign: Callable[[], None] | None = None) -> Callable[[], None]:
     watcher = on_foreign if on_foreign is not None else lambda: None
     with _sessions.lock:
         if not _sessions.watchers:
-            _sessions.foreign = WeakSet(_under_way())
+            _sessions.foreign, _sessions.has_open_range = WeakSet(_under_way()), False
             _sessions.undo = [
                 replace_attribute(torch_profiler.profile, name, _noticed(name)) for name in PROFILER_PATCHED
             ]
@@ -261,6 +271,8 @@ def blocker() -> str | None:
         own.give_way()
     if _sessions.has_collided:
         return "the program profiles on another thread than the one that trains"
+    if _sessions.has_open_range:
+        return "the program was inside a record_function when the last profile ended, and torch might crash"
     if _sessions.own is not None:
         return "another step is being profiled by flopmeter"
     if reason := foreign_profiler():
