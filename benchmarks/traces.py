@@ -99,9 +99,8 @@ def run(python: str, code: str, file: Path) -> Result:
 
 def their_way(file: Path) -> dict[str, float | None]:
     """Our reading of the file, asked for the window and the shares that HTA defines."""
-    from flopmeter.traces.kernels import Work
+    from flopmeter.profiling.recorded import Activity, segments
     from flopmeter.traces.rank import read_timeline
-    from flopmeter.traces.sweep import segments
 
     timeline, _, _ = read_timeline(file)
     events = timeline.device_events
@@ -112,14 +111,14 @@ def their_way(file: Path) -> dict[str, float | None]:
         launches = (timeline.launches.get(correlation, (math.inf, -1))[0] for correlation in events.correlation)
         kept = [position for position, launch_us in enumerate(launches) if launch_us < limit_us]
     starts, ends = [math.ceil(events.start_us[i]) for i in kept], [math.floor(events.end_us[i]) for i in kept]
-    works = [events.work[i] for i in kept]
+    works = [events.activity[i] for i in kept]
     window = {"idle": 0.0, "compute": 0.0, "communication": 0.0, "exposed": 0.0}
     for segment in segments(starts, ends, works, (min(starts), max(ends))):
-        length = segment.end_us - segment.start_us
-        window["idle"] += length * (segment.work == Work.IDLE)
-        window["compute"] += length * (segment.work == Work.OTHER_COMPUTE)
+        length = segment.end - segment.start
+        window["idle"] += length * (segment.activity == Activity.IDLE)
+        window["compute"] += length * (segment.activity == Activity.OTHER_COMPUTE)
         window["communication"] += length * segment.is_communicating
-        window["exposed"] += length * (segment.work == Work.COMMUNICATION)
+        window["exposed"] += length * (segment.activity == Activity.COMMUNICATION)
     whole = max(ends) - min(starts)
     idle, compute = window["idle"] / whole, window["compute"] / whole
     hidden = window["communication"] - window["exposed"]

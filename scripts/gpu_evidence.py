@@ -178,7 +178,7 @@ def compare_with_counters() -> dict[str, Any]:
     import torch
 
     from flopmeter import peak_flops
-    from flopmeter.flops.counters import Unavailable, open_counters
+    from flopmeter.counters import Unavailable, open_counters
 
     counters = open_counters("cuda:0", uuid=str(torch.cuda.get_device_properties(0).uuid))
     if isinstance(counters, Unavailable):

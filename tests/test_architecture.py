@@ -16,15 +16,26 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "flopmeter"
 
 FOUNDATION = {"errors", "schema", "columns", "text"}
-FACTS = {"devices", "metrics", "record", "config", "conventions", "resources"}
+FACTS = {"devices", "metrics", "record", "config", "conventions", "resources", "counters"}
 READERS = {"sinks", "goodput", "waterfall", "traces", "diagnosis", "compare", "report", "serve"}
-MEASURERS = {"torch_compat", "flops", "timing", "distributed", "dataset_metrics"}
+MEASURERS = {
+    "torch_compat",
+    "hook_hiding",
+    "step_facts",
+    "profiling",
+    "flops",
+    "timing",
+    "distributed",
+    "dataset_metrics",
+}
+TORCH_FREE_PARTS = {"flops.formulas", "profiling.recorded"}
+"""Parts of a measuring package that readers use too."""
 
 ALLOWED: dict[str, set[str]] = {
     **{name: set() for name in FOUNDATION},
     **dict.fromkeys(FACTS, FOUNDATION),
     "record": FOUNDATION | {"metrics", "waterfall"},  # `Run.waterfall()`, loaded when it is called
-    **dict.fromkeys(READERS, FOUNDATION | FACTS | {"flops.formulas"}),
+    **dict.fromkeys(READERS, FOUNDATION | FACTS | TORCH_FREE_PARTS),
     "waterfall": FOUNDATION | {"goodput"},
     "diagnosis": FOUNDATION | FACTS | {"goodput", "waterfall"},
     "compare": FOUNDATION | FACTS | {"goodput", "waterfall", "diagnosis"},
@@ -32,6 +43,9 @@ ALLOWED: dict[str, set[str]] = {
     "serve": FOUNDATION | FACTS | READERS,
     **dict.fromkeys(MEASURERS, FOUNDATION | FACTS | {"torch_compat"}),
     "torch_compat": {"errors"},
+    "counters": FOUNDATION | {"devices"},
+    "profiling": FOUNDATION | FACTS | {"torch_compat", "hook_hiding", "flops.formulas"},
+    "flops": FOUNDATION | FACTS | {"torch_compat", "hook_hiding", "step_facts", "profiling"},
     "monitor": FOUNDATION | FACTS | READERS | MEASURERS,
     "integrations": {"monitor", "errors", "text", "torch_compat"},
     "demo": {"monitor", "errors"},
@@ -48,7 +62,7 @@ PLUGIN_FOLDERS = (
     "doctor",
     "integrations",
     "flops/formulas",
-    "flops/counters",
+    "counters",
 )
 
 
@@ -89,8 +103,8 @@ def row_of(module: str) -> str:
     parts = module.split(".")
     if parts[0] == "training":
         return "training"
-    if parts[:3] == ["flopmeter", "flops", "formulas"]:
-        return "flops.formulas"
+    if ".".join(parts[1:3]) in TORCH_FREE_PARTS:
+        return ".".join(parts[1:3])
     return parts[1] if len(parts) > 1 else ""
 
 
@@ -98,7 +112,7 @@ def broken_arrows(source: str, module: str) -> list[str]:
     own = row_of(module)
     if own in ("", "cli", "__main__"):
         return [name for name in imports(source, module) if own == "" and row_of(name) == "cli"]
-    allowed = ALLOWED["flops" if own == "flops.formulas" else own]
+    allowed = ALLOWED[own.partition(".")[0]]
     return [
         target
         for target in imports(source, module)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flopmeter
-from flopmeter.flops.formulas import Spec, Work, all_formulas, find, formula, may_hide_flop
+from flopmeter.flops.formulas import Spec, Work, all_formulas, find, formula, is_matrix_work, may_hide_flop
 from flopmeter.flops.formulas.attention import visible_pairs
 from formulas_attention_cases import attention_cases
 from formulas_calls import FOREIGN, Case
@@ -241,6 +241,14 @@ POINT_WISE = """
 def test_matrix_work_without_a_formula_is_known_by_name(op: str) -> None:
     assert find(op) is None
     assert may_hide_flop(op) is (op in MATRIX_WORK.split())
+
+
+def test_operators_with_a_formula_are_matrix_work_and_others_go_by_name() -> None:
+    products = "addmm mkldnn_convolution _scaled_dot_product_flash_attention_for_cpu_backward mkldnn_rnn_layer"
+    others = "gelu _softmax native_layer_norm _thnn_fused_gru_cell cummax"
+    assert all(is_matrix_work(f"aten::{name}") for name in products.split())
+    assert not any(is_matrix_work(f"aten::{name}") for name in others.split())
+    assert not is_matrix_work("autograd::engine::evaluate_function: ConvolutionBackward0")
 
 
 class Pointwise(torch.nn.Linear):

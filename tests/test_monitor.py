@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from flopmeter.counters import Reading
 from flopmeter.devices import peak_flops
 from flopmeter.errors import ConfigError
-from flopmeter.flops.counters import Reading
 from flopmeter.monitor import TrainingMonitor, measuring, watch, worker
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.record import load_run

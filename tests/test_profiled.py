@@ -46,6 +46,14 @@ def test_a_linear_layer_costs_one_product_forward_and_two_backward() -> None:
     assert (count.method, count.hardware_flop, count.uncounted) == ("profiler", 3 * product, {})
 
 
+def test_a_range_of_the_user_that_is_named_like_an_operator_is_not_reported_as_uncounted() -> None:
+    def step() -> None:
+        with torch.profiler.record_function("my::matmul"):
+            torch.ones(2).add(1)
+
+    assert counted(step).uncounted == {}
+
+
 def test_gradients_that_nobody_wants_are_not_counted() -> None:
     layer, x = nn.Linear(5, 7), torch.ones(3, 5)
     assert counted(lambda: layer(x).sum().backward()).backward_flop == 2 * 3 * 5 * 7

@@ -14,15 +14,15 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from flopmeter.errors import CountError
-from flopmeter.flops import profiler_guard
-from flopmeter.flops.profiler_guard import Recording
+from flopmeter.profiling import profiler_guard
+from flopmeter.profiling.profiler_guard import Recording
 
 PRELUDE = """
 import json, sys, threading, torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from flopmeter.errors import CountError
-from flopmeter.flops import profiler_guard
-from flopmeter.flops.profiler_guard import Recording
+from flopmeter.profiling import profiler_guard
+from flopmeter.profiling.profiler_guard import Recording
 
 layer = torch.nn.Linear(8, 8)
 

@@ -53,6 +53,14 @@ def test_every_source_file_is_on_the_map(readme: Path) -> None:
     assert unmapped(mapped(readme.read_text("utf-8")), tracked_files()) == []
 
 
+def test_every_file_that_the_guide_for_contributors_names_exists() -> None:
+    named = re.findall(
+        r"`((?:src|docs|benchmarks|scripts|tests)/[^`*<]+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    )
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_map_test_fails_on_a_file_that_is_not_on_it() -> None:
     assert unmapped(["src/flopmeter/errors.py"], ["src/flopmeter/errors.py", "src/flopmeter/new.py"]) == [
         "src/flopmeter/new.py"

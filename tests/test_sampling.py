@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from flopmeter import load_run, watch
 from flopmeter.config import MonitorConfig
-from flopmeter.flops.sampled import SampledStep, why_not
 from flopmeter.monitor.sampling import Sampling
+from flopmeter.profiling.sampled import SampledStep, why_not
 from flopmeter.record import Run
 from flopmeter.timing.garbage import Collections, GarbageWatch
 from flopmeter.timing.regime import Regime, RegimeDetector

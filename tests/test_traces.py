@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flopmeter.devices.kernels import is_tf32
+from flopmeter.devices.kernels import is_tf32, short_name
 from flopmeter.errors import RecordError, TraceError
+from flopmeter.profiling.recorded import Activity
 from flopmeter.traces import load_any, load_trace
-from flopmeter.traces.kernels import Work, short_name
 from flopmeter.traces.rank import RankTrace
 from made_traces import ENGINE, MadeTrace
 
@@ -52,8 +52,8 @@ def test_two_kernels_at_once_count_their_time_once(tmp_path: Path) -> None:
     made.kernel(TF32_GEMM, 30, 40, launch=2)  # 30 to 70: a product goes first, so the other is charged 20
     time = only(made, tmp_path).times[0]
     assert time.compute_s == pytest.approx(60 * US)
-    assert time.work_s[Work.MATMUL] == pytest.approx(40 * US)
-    assert time.work_s[Work.OTHER_COMPUTE] == pytest.approx(20 * US)
+    assert time.activity_s[Activity.MATMUL] == pytest.approx(40 * US)
+    assert time.activity_s[Activity.OTHER_COMPUTE] == pytest.approx(20 * US)
 
 
 def test_a_gap_is_told_by_when_the_next_kernel_was_launched(tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_the_phases_of_a_step_are_told_from_torchs_own_marks(tmp_path: Path) -> 
     made = MadeTrace()
     training_step(made)
     time = only(made, tmp_path).times[0]
-    seconds = {work: time.work_s[work] / US for work in Work}
-    assert seconds[Work.MATMUL] == pytest.approx(300)
-    assert seconds[Work.RECOMPUTE] == pytest.approx(60)
-    assert seconds[Work.OPTIMIZER] == pytest.approx(80)
-    assert seconds[Work.OTHER_COMPUTE] == pytest.approx(50)
+    seconds = {work: time.activity_s[work] / US for work in Activity}
+    assert seconds[Activity.MATMUL] == pytest.approx(300)
+    assert seconds[Activity.RECOMPUTE] == pytest.approx(60)
+    assert seconds[Activity.OPTIMIZER] == pytest.approx(80)
+    assert seconds[Activity.OTHER_COMPUTE] == pytest.approx(50)
     # An idle stretch belongs to the phase of the kernel that ends it: 120 before the forward kernel, 95 + 40 before
     # the backward ones, 105 before the optimizer's, 100 before the last, and 50 at the end, which no kernel ends.
     phases = {name: seconds / US for name, seconds in time.phase_s.items() if seconds}
@@ -311,7 +311,7 @@ def test_a_real_cpu_trace_gives_the_flops_of_both_passes(tmp_path: Path) -> None
         assert rank.mfu(flop.model, time.step_s) == pytest.approx(sum(expected.values()) / (1e10 * time.step_s))
         assert all(time.phase_s[phase] > 0 for phase in ("forward", "backward", "optimizer"))
         assert time.busy_s + time.idle_s == pytest.approx(time.step_s)
-        assert 0 < time.work_s[Work.MATMUL] < time.compute_s
+        assert 0 < time.activity_s[Activity.MATMUL] < time.compute_s
 
 
 # As a run.

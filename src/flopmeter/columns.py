@@ -115,7 +115,7 @@ def finite(values: Sequence[float]) -> Sequence[float]:
     return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
 
 
-def number(value: Any, limit: float = LONGEST_S) -> float:
+def number_or_nan(value: Any, limit: float = LONGEST_S) -> float:
     """The value if it is a number from 0 up to the limit, else NaN."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and 0 <= value < limit else math.nan
@@ -123,7 +123,7 @@ def number(value: Any, limit: float = LONGEST_S) -> float:
 
 def known(values: Iterable[Any], limit: float = LONGEST_S) -> list[float]:
     """Those of the values that are numbers from 0 up to the limit."""
-    return [value for value in (number(value, limit) for value in values) if not math.isnan(value)]
+    return [value for value in (number_or_nan(value, limit) for value in values) if not math.isnan(value)]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

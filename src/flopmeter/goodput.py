@@ -30,7 +30,7 @@ from itertools import accumulate, chain, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flopmeter.columns import LATEST_S, LONGEST_S, number, sound
+from flopmeter.columns import LATEST_S, LONGEST_S, number_or_nan, sound
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
@@ -132,7 +132,10 @@ def find_pauses(events: Iterable[Mapping[str, Any]]) -> list[Pause]:
     result: list[Pause] = []
     outermost: list[tuple[float, float]] = []
     for event in events:
-        duration_s, end_s = number(event.get("duration_s"), LONGEST_S), number(event.get("time"), LATEST_S)
+        duration_s, end_s = (
+            number_or_nan(event.get("duration_s"), LONGEST_S),
+            number_or_nan(event.get("time"), LATEST_S),
+        )
         if event.get("event") != "pause" or math.isnan(duration_s):
             continue
         inner_s = 0.0
@@ -153,7 +156,7 @@ def by_name(pauses: Iterable[Pause]) -> dict[str, float]:
 
 def _starts(run: Run, step_s: array[float], pauses: Iterable[Pause]) -> list[_Start]:
     """The run, cut where each header says that it began; there is always one."""
-    known = [at_s for header in run.headers if (at_s := number(header.started_at, LATEST_S)) > 0]
+    known = [at_s for header in run.headers if (at_s := number_or_nan(header.started_at, LATEST_S)) > 0]
     # A start is never dated before the one before it, whatever the clock of its machine said.
     at = list(accumulate(known or [_beginning(run.time, step_s)], max))
     steps = _cut(run.time, at)
@@ -167,7 +170,7 @@ def _starts(run: Run, step_s: array[float], pauses: Iterable[Pause]) -> list[_St
     ]
     # Other lines only date the end of the run: some are made just before the header that they follow.
     lines = (*run.events, run.summary or {})
-    ends[-1] = max(ends[-1], _latest(number(line.get("time"), LATEST_S) for line in lines))
+    ends[-1] = max(ends[-1], _latest(number_or_nan(line.get("time"), LATEST_S) for line in lines))
     return [_Start(*parts) for parts in zip(at, steps, inside, ends, strict=True)]
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from gpu_loop import Loop, waits_allowed, watched
 
+from flopmeter.counters import Unavailable, open_counters
 from flopmeter.devices import measure_peak, peak_flops
 from flopmeter.errors import UnknownDeviceError
-from flopmeter.flops.counters import Unavailable, open_counters
-from flopmeter.flops.sampled import SampledStep, why_not
+from flopmeter.profiling.sampled import SampledStep, why_not
 from flopmeter.resources import ResourceSampler
 
 NUM_PAIRS, BLOCK = 20, 50

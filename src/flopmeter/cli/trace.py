@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flopmeter.traces.rank import RankTrace
-    from flopmeter.traces.steps import StepTime
+    from flopmeter.traces.steps import TracedStep
     from flopmeter.traces.trace import Progress
 
 MAX_STEPS_SHOWN = 12
 MAX_RANKS_SHOWN = 16
-_SHARES: dict[str, Callable[[StepTime], float]] = {
+_SHARES: dict[str, Callable[[TracedStep], float]] = {
     "compute": lambda time: time.compute_s,
     "comm. exposed": lambda time: time.exposed_communication_s,
     "copies": lambda time: time.copy_s,
@@ -122,7 +122,7 @@ def _steps_table(rank: RankTrace) -> Table:
     return table
 
 
-def _row(rank: RankTrace, times: Sequence[StepTime], places: Sequence[int]) -> list[str]:
+def _row(rank: RankTrace, times: Sequence[TracedStep], places: Sequence[int]) -> list[str]:
     step_s = sum(time.step_s for time in times)
     shares = (sum(map(read, times)) / step_s for read in _SHARES.values())
     mfu = rank.mfu(_flop(rank, places), step_s)
@@ -157,8 +157,8 @@ def _speed(rank: RankTrace) -> str:
         return f"MFU is unknown: {clean(rank.mfu_reason)}.{at_least}"
     peaks = ", ".join(f"{dtype} {rate(peak.flop_per_s)}" for dtype, peak in rank.peaks.items())
     shares = ", ".join(f"{dtype} {percent(of_dtype / total)}" for dtype, of_dtype in flop.items()) if total else ""
-    told = f"shapes tell {percent(rank.counting.coverage or 0.0)} of the matrix work"
-    return f"{counted} ({shares}); peak {peaks}; {told}."
+    known = f"shapes are known for {percent(rank.counting.coverage or 0.0)} of the matrix work"
+    return f"{counted} ({shares}); peak {peaks}; {known}."
 
 
 def _top_table(rank: RankTrace, num_top: int) -> Table:

@@ -16,7 +16,7 @@ from itertools import compress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from flopmeter.columns import LONGEST_S, known, mapping, number
+from flopmeter.columns import LONGEST_S, known, mapping, number_or_nan
 from flopmeter.diagnosis._finding import Gain, NotCheckedError
 from flopmeter.text import percent
 from flopmeter.waterfall import LABELS, assemble
@@ -135,7 +135,7 @@ class Evidence:
 
     def count_fact(self, key: str) -> float | None:
         """A number among the facts."""
-        value = number(self.facts.get(key), MAX_COUNT)
+        value = number_or_nan(self.facts.get(key), MAX_COUNT)
         return None if math.isnan(value) else value
 
     def resource(self, key: str) -> float | None:
@@ -183,7 +183,9 @@ class Evidence:
     @cached_property
     def host_syncs(self) -> dict[str, float]:
         """Calls a step that make the host wait for the device, by operator."""
-        calls = {str(op)[:80]: number(num, MAX_COUNT) for op, num in mapping(self.facts.get("host_syncs")).items()}
+        calls = {
+            str(op)[:80]: number_or_nan(num, MAX_COUNT) for op, num in mapping(self.facts.get("host_syncs")).items()
+        }
         for name, _, num in self.sampled.top if self.sampled else ():  # a later step, perhaps with more of them
             if name in calls:
                 calls[name] = max(calls[name], num)

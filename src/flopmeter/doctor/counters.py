@@ -8,7 +8,7 @@ from flopmeter.doctor._result import Result
 from flopmeter.text import amount, percent
 
 if TYPE_CHECKING:
-    from flopmeter.flops.counters import CounterReader
+    from flopmeter.counters import CounterReader
 
 ORDER = 80
 LIMIT_S = 15.0
@@ -20,8 +20,8 @@ WATCH_S = 1.5
 
 
 def check() -> Result:
+    from flopmeter.counters import Unavailable, open_counters
     from flopmeter.doctor._trial import device_at_hand
-    from flopmeter.flops.counters import Unavailable, open_counters
     from flopmeter.monitor.header import device_uuid
 
     device = device_at_hand()

@@ -13,7 +13,7 @@ _NO_SPLIT = "the waterfall does not split forward and backward"
 
 def check() -> Result:
     from flopmeter.doctor._trial import Trial, device_at_hand, wait_for
-    from flopmeter.flops.sampled import SampledStep, why_not
+    from flopmeter.profiling.sampled import SampledStep, why_not
 
     device = device_at_hand()
     if reason := why_not(device.type):

@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from flopmeter.flops.unseen import OwnHook, hide_hooks
 from flopmeter.flops.workload import (
     LateWorkload,
     Needs,
@@ -29,6 +28,7 @@ from flopmeter.flops.workload import (
     padding_mask,
     real_tokens,
 )
+from flopmeter.hook_hiding import OwnHook, hide_hooks
 from flopmeter.torch_compat import (
     OBSERVES_COMPILED,
     DisableTorchFunction,

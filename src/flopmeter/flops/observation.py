@@ -15,14 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from flopmeter.devices.placement import devices_of
 from flopmeter.flops import formulas
-from flopmeter.flops.facts import StepFacts
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import Batch, Frame, FrameTracker
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
-from flopmeter.flops.patching import replace_attribute, surround_backward
 from flopmeter.flops.repeats import Repeats
 from flopmeter.flops.tf32 import product_dtype, tf32_families
+from flopmeter.hook_hiding import replace_attribute, surround_backward
+from flopmeter.step_facts import StepFacts
 from flopmeter.torch_compat import (
     OBSERVES_COMPILED,
     DisableTorchFunction,

@@ -15,11 +15,11 @@ Python thread but the one that starts it; and a fused kernel's gradients count w
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,26 +28,30 @@ from torch.autograd.profiler import record_function
 from flopmeter.errors import CountError
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
-from flopmeter.flops.formulas import Spec, Work
+from flopmeter.flops.formulas import Work
 from flopmeter.flops.observation import watch_optimizers
-from flopmeter.flops.patching import replace_attribute, surround_backward
-from flopmeter.flops.profiler_events import (
-    ABORTED,
-    Event,
-    is_told_better_inside,
-    looks_like_matrix_work,
-    math_attention_shares,
-    tree,
-    was_aborted,
-)
-from flopmeter.flops.profiler_guard import Recording
 from flopmeter.flops.shadow import untouched
 from flopmeter.flops.side_count import call_arguments, loss_of, unwrap
 from flopmeter.flops.tf32 import product_dtype, tf32_families
+from flopmeter.hook_hiding import replace_attribute, surround_backward
+from flopmeter.profiling.profiler_guard import Recording, range_of
+from flopmeter.profiling.recorded import (
+    OPTIMIZER_MARK,
+    Cover,
+    FlopSums,
+    Range,
+    choose,
+    find_phases,
+    nest,
+    recorded_flop,
+    uncounted,
+)
 from flopmeter.torch_compat import (
     STOP_RECOMPUTATION,
     checkpoint,
+    input_shapes,
     reparametrize_module,
+    schemas_of,
     tree_map_only,
     unrecorded_operators,
 )
@@ -58,12 +62,11 @@ UNSEEN_MASKS = (
 )
 COMPILED = "Of compiled code, kernels that the compiler wrote are not seen, and what it recomputes is backward work."
 
-_Phase = Literal["forward", "backward", "recompute", "optimizer"]
-
-_OPTIMIZER = "flopmeter: the optimizer steps"
 _BUILDS_GRAPH = "flopmeter: this backward pass builds a graph"
-_NODE = "autograd::engine::evaluate_function"
-_BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
+_ABORTED = "flopmeter: recomputation stops here"
+"""A mark inside the operator that checkpointing left early."""
+_MATH_ATTENTION = "aten::_scaled_dot_product_attention_math"
+_BATCHED_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 
 
 class ProfiledStep:
@@ -77,17 +80,20 @@ class ProfiledStep:
         self._recording = Recording()
         self._device = device
         self._undo: list[Callable[[], None]] = []
-        self._reading: _Reading | None = None
+        self._record: _StepRecord | None = None
         self._optimizer: record_function | None = None
 
     def start(self) -> None:
         """Begin to record.
 
         Raises:
-            CountError: Another profiler is at work; `profiler_guard.blocker` tells beforehand.
+            CountError: Another profiler is at work; ask `profiler_guard.blocker` first.
         """
         self._recording.start()
-        self._undo = [surround_backward(_mark_if_it_builds_a_graph), _mark_aborted_recomputation()]
+        self._undo = [
+            surround_backward(lambda builds: record_function(_BUILDS_GRAPH) if builds else nullcontext()),
+            _mark_aborted_recomputation(),
+        ]
         self._undo += watch_optimizers(self._mark_optimizer)
 
     def stop(self) -> None:
@@ -95,7 +101,7 @@ class ProfiledStep:
         self._take_away()
         events = self._recording.stop()
         if events:
-            self._reading = _read_events(events, tf32_families(self._device))
+            self._record = _StepRecord(events, tf32_families(self._device))
 
     def discard(self) -> None:
         """End the recording and throw it away. After a call on another thread its own has to call as well."""
@@ -109,12 +115,12 @@ class ProfiledStep:
             self._undo.pop()()
 
     def _mark_optimizer(self, is_in: bool) -> None:
-        """Torch has a range of its own around an optimizer's step; one that is still open is told since 2.12 only."""
+        """Torch before 2.12 does not record its own range around an optimizer's step while that is open."""
         mark, self._optimizer = self._optimizer, None
         if mark is not None:
             mark.__exit__(None, None, None)
         if is_in:
-            self._optimizer = record_function(_OPTIMIZER)
+            self._optimizer = record_function(OPTIMIZER_MARK)
             self._optimizer.__enter__()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> ProfiledStep:
@@ -137,9 +143,9 @@ class ProfiledStep:
         """
         return self._read().flop_count(convention)
 
-    def _read(self) -> _Reading:
-        if self._reading is not None:
-            return self._reading
+    def _read(self) -> _StepRecord:
+        if self._record is not None:
+            return self._record
         if self._recording.was_cut_short:
             raise CountError("the profiled step was cut short because another profiler started: profile a later one")
         raise CountError("nothing was profiled: call start, run a step, call stop")
@@ -161,7 +167,11 @@ def profile_flops(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | t
         raise CountError("a model on the meta device cannot be profiled, because it cannot run: count it instead")
     own = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     own |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    args, kwargs = tree_map_only(torch.Tensor, partial(_on_loan, device=device), call_arguments(model, batch))
+
+    def borrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    args, kwargs = tree_map_only(torch.Tensor, borrow, call_arguments(model, batch))
     with untouched(model), torch.enable_grad(), reparametrize_module(model, own, tie_weights=True):
         with ProfiledStep(device) as profiled:
             loss = loss_of(model(*args, **kwargs))
@@ -170,59 +180,54 @@ def profile_flops(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | t
         return profiled.result()
 
 
-def _on_loan(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-
-
-class _Op(NamedTuple):
-    """One operator that did matrix work."""
-
-    phase: _Phase
-    name: str
-    dtype: str
-    work: Work
-    has_gradients_off: bool
-
-
-class _Place(NamedTuple):
-    """Where in the step an event lies."""
-
-    phase: _Phase = "forward"
-    node: tuple[int, int] | None = None
-    """Thread and sequence number of the forward operator whose gradient is being computed."""
-    has_gradients_off: bool = True
-
-
-class _Reading(NamedTuple):
+class _StepRecord:
     """What the events of one step amount to."""
 
-    ops: Sequence[_Op]
-    uncounted: dict[str, int]
-    profiler_flop: float
-    is_compiled: bool
+    def __init__(self, raw_events: Iterable[Any], in_tf32: frozenset[str]) -> None:
+        self.profiler_flop = 0.0
+        ranges: list[Range] = []
+        for raw in raw_events:
+            range_ = range_of(raw)
+            if formula := formulas.find(range_.name):
+                range_.formula = formula
+                record = input_shapes(raw), raw.dtypes(), raw.concrete_inputs()
+                range_.flop, range_.dtype = recorded_flop(formula, *record)
+            ranges.append(range_)
+            self.profiler_flop += 0 if raw.is_async() else raw.flops()
+        nested = nest(ranges)
+        find_phases(nested, Cover((range_.start, range_.end) for range_ in nested if range_.name == _BUILDS_GRAPH))
+        for range_ in _aborted(nested):
+            range_.flop = Work(0, 0, 0)
+        shares = _math_attention_shares(nested)
+        self.ops: list[tuple[Range, Work]] = []
+        for range_ in choose(nested):
+            flop, formula = range_.flop, range_.formula
+            assert flop is not None
+            assert formula is not None
+            node = next((outer for outer in range_.around() if outer.is_node), None)
+            key = (node.forward_thread, node.sequence_nr) if node is not None and range_.phase == "backward" else None
+            if key in shares:
+                flop = flop._replace(exact=round(flop.full * shares[key]))
+            range_.dtype = product_dtype(range_.dtype or "unknown", formula.family, in_tf32)
+            if flop.hardware:
+                self.ops.append((range_, flop))
+        self.uncounted = Counter(range_.name for range_ in uncounted(nested, _looks_like_matrix_work))
+        self.is_compiled = any(range_.name.startswith("CompiledFunction") for range_ in nested)
 
     def flop_count(self, convention: Convention) -> FlopCount:
         """Add up under a convention."""
-        phases: dict[str, float] = defaultdict(float)
-        by_dtype: dict[str, float] = defaultdict(float)
-        hardware_by_dtype: dict[str, float] = defaultdict(float)
-        by_op: dict[str, float] = defaultdict(float)
-        for op in self.ops:
-            flop = op.work.full if convention == "full" else op.work.exact
-            phases[op.phase] += flop
-            hardware_by_dtype[op.dtype] += op.work.hardware
-            if op.phase in ("forward", "backward"):
-                by_dtype[op.dtype] += flop
-                by_op[op.name] += flop
+        sums = FlopSums()
+        for op, work in self.ops:
+            sums.add(op.name, op.phase, op.dtype, work.full if convention == "full" else work.exact, work.hardware)
         return FlopCount(
-            forward_flop=phases["forward"],
-            backward_flop=phases["backward"],
-            recompute_flop=phases["recompute"],
-            optimizer_flop=phases["optimizer"],
-            hardware_flop=sum(hardware_by_dtype.values()),
-            by_dtype=dict(by_dtype),
-            hardware_by_dtype=dict(hardware_by_dtype),
-            by_op=dict(by_op),
+            forward_flop=sums.by_phase["forward"],
+            backward_flop=sums.by_phase["backward"],
+            recompute_flop=sums.by_phase["recompute"],
+            optimizer_flop=sums.by_phase["optimizer"],
+            hardware_flop=sum(sums.hardware.values()),
+            by_dtype=dict(sums.model),
+            hardware_by_dtype=dict(sums.hardware),
+            by_op=dict(sums.by_op),
             coverage=None,
             uncounted=dict(self.uncounted),
             method="profiler",
@@ -233,7 +238,8 @@ class _Reading(NamedTuple):
     def _left_out(self, convention: Convention) -> Iterator[str]:
         if convention == "exact":
             yield UNSEEN_MASKS
-        silent = sum(op.work.full for op in self.ops if op.has_gradients_off and op.phase == "forward")
+        forward = [(op, work.full) for op, work in self.ops if op.phase in ("forward", "loading")]
+        silent = sum(flop for op, flop in forward if all(r.sequence_nr < 0 for r in (op, *op.around())))
         if silent:
             yield f"{silent:.4g} FLOP ran forward with gradients off: evaluation inside the step would be among them."
         if self.is_compiled:
@@ -243,72 +249,36 @@ class _Reading(NamedTuple):
         yield f"torch.profiler's own sum for this step is {self.profiler_flop:.4g} FLOP."
 
 
-def _read_events(raw_events: Iterable[Any], in_tf32: frozenset[str]) -> _Reading:
-    events = [Event(raw) for raw in raw_events if not raw.is_async()]
-    counter = _Counter(events, in_tf32)
-    return _Reading(
-        ops=counter.ops,
-        uncounted=dict(counter.uncounted),
-        profiler_flop=float(sum(event.raw.flops() for event in events)),
-        is_compiled=any(event.name.startswith("CompiledFunction") for event in events),
-    )
+def _aborted(nested: Iterable[Range]) -> list[Range]:
+    """The operators that checkpointing, having all it needed, left before their kernels ran.
+
+    It leaves from the hook that saves a tensor. When that is a result, not an operand, the kernel has run by then.
+    """
+    left = {id(range_.outer): range_.outer for range_ in nested if range_.name == _ABORTED and range_.outer}
+    for range_ in nested:
+        if range_.name != _ABORTED and not range_.name.endswith("detach"):
+            left.pop(id(range_.outer), None)
+    return [range_ for range_ in left.values() if range_.formula is not None]
 
 
-class _Counter:
-    """Walks the tree of events, knowing at each which part of the step it belongs to."""
+def _math_attention_shares(nested: Iterable[Range]) -> dict[tuple[int, int] | None, float]:
+    """The share of pairs that counts in the products of attention's math kernel, for their gradients' sake.
 
-    def __init__(self, events: Sequence[Event], in_tf32: frozenset[str]) -> None:
-        self.ops: list[_Op] = []
-        self._in_tf32 = in_tf32
-        self.uncounted: dict[str, int] = defaultdict(int)
-        roots = tree(events)
-        self._graph_building = [(event.start_ns, event.end_ns) for event in events if event.name == _BUILDS_GRAPH]
-        self._shares = math_attention_shares(events)
-        for event in roots:
-            self._count(event, _Place())
-
-    def _count(self, event: Event, place: _Place) -> bool:
-        """Count what an event holds; True when anything in it was counted, or noted as uncounted."""
-        place = self._enter(event, place)
-        formula = formulas.find(event.name)
-        if formula is not None and not is_told_better_inside(event, formula):
-            if was_aborted(event):
-                return True
-            work = event.work(formula)
-            if work is not None:
-                self._take(event, place, work, formula.family)
-                return True
-        found = [self._count(child, place) for child in event.children]
-        if any(found) or (formula is None and not looks_like_matrix_work(event.name)):
-            return any(found)
-        self.uncounted[event.name] += 1
-        return True
-
-    def _enter(self, event: Event, place: _Place) -> _Place:
-        if event.raw.scope() == _BACKWARD_SCOPE or event.name.startswith(_NODE):
-            return _Place("backward", (event.raw.fwd_thread_id(), event.sequence_nr))
-        if event.name.startswith(("Optimizer.step#", _OPTIMIZER)) and place.phase == "forward":
-            return place._replace(phase="optimizer")
-        if event.sequence_nr < 0:
-            return place
-        # Gradients are on. Inside a backward pass that is forward work done again, unless the pass builds a graph.
-        is_again = place.phase == "backward" and not self._builds_graph(event)
-        return place._replace(phase="recompute" if is_again else place.phase, has_gradients_off=False)
-
-    def _builds_graph(self, event: Event) -> bool:
-        return any(start_ns <= event.start_ns < end_ns for start_ns, end_ns in self._graph_building)
-
-    def _take(self, event: Event, place: _Place, work: Work, family: str) -> None:
-        share = self._shares.get(place.node) if place.node is not None and place.phase == "backward" else None
-        if share is not None:
-            work = work._replace(exact=round(work.full * share))
-        dtype = next((argument.dtype for argument in event.arguments() if isinstance(argument, Spec)), "unknown")
-        dtype = product_dtype(dtype, family, self._in_tf32)
-        self.ops.append(_Op(place.phase, event.name, dtype, work, place.has_gradients_off))
+    Keys are the thread and the sequence number by which an autograd node names the forward operator it belongs to.
+    """
+    shares: dict[tuple[int, int] | None, float] = {}
+    for range_ in nested:
+        if range_.name in _BATCHED_PRODUCTS:
+            flop = next((outer.flop for outer in range_.around() if outer.name == _MATH_ATTENTION), None)
+            if flop is not None and flop.full:
+                shares[range_.thread, range_.sequence_nr] = flop.exact / flop.full
+    return shares
 
 
-def _mark_if_it_builds_a_graph(builds_graph: bool) -> AbstractContextManager[Any]:
-    return record_function(_BUILDS_GRAPH) if builds_graph else nullcontext()
+@lru_cache(maxsize=4096)
+def _looks_like_matrix_work(name: str) -> bool:
+    """Whether a range without a formula probably has FLOPs; a range that is no operator has none."""
+    return formulas.may_hide_flop(name) and (name.startswith("aten::") or bool(schemas_of(name)))
 
 
 def _mark_aborted_recomputation() -> Callable[[], None]:
@@ -320,7 +290,7 @@ def _mark_aborted_recomputation() -> Callable[[], None]:
     class Marked(original):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object) -> None:
             super().__init__(*args)
-            with record_function(ABORTED):
+            with record_function(_ABORTED):
                 pass
 
     return replace_attribute(checkpoint, STOP_RECOMPUTATION, Marked)

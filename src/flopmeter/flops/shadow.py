@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flopmeter.errors import CountError
-from flopmeter.flops.patching import replace_attribute
+from flopmeter.hook_hiding import replace_attribute
 from flopmeter.torch_compat import (
     EnableTorchFunction,
     OpOverload,

@@ -13,12 +13,12 @@ from threading import get_ident
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.flops import profiler_guard
 from flopmeter.flops.workload import Seen
 from flopmeter.monitor.digest import StepRecord
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.sampling import Sampling
 from flopmeter.monitor.schedule import Schedule
+from flopmeter.profiling import profiler_guard
 from flopmeter.timing import PhaseClock, split
 
 logger = logging.getLogger("flopmeter")

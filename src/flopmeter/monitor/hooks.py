@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from flopmeter.flops.patching import hide_frame, replace_attribute
-from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.hook_hiding import OwnHook, hide_frame, hide_hooks, replace_attribute
 from flopmeter.torch_compat import LoaderIterator, graph_task_id, outside_compiler, skip_in_compiler, tracing_state
 
 _is_grad_enabled = torch.is_grad_enabled

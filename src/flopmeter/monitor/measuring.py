@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from flopmeter.config import MonitorConfig
+from flopmeter.counters import CounterReader, Unavailable, open_counters
 from flopmeter.devices import Peak, normalise_dtype, peak_flops
 from flopmeter.devices.placement import devices_of
 from flopmeter.distributed import Ranks
 from flopmeter.errors import FlopmeterError
-from flopmeter.flops import profiler_guard
-from flopmeter.flops.counters import CounterReader, Unavailable, open_counters
 from flopmeter.flops.estimate import estimate_call, read_leaves
-from flopmeter.flops.facts import facts_of
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
 from flopmeter.flops.prediction import Predictor, StepFlop
@@ -27,7 +25,9 @@ from flopmeter.flops.training_state import training_state
 from flopmeter.flops.workload import Seen, Workload, needs_of, resolve
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
+from flopmeter.profiling import profiler_guard
 from flopmeter.schema import METRICS_BY_KEY, StepMark
+from flopmeter.step_facts import facts_of
 from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, num_dispatch_modes
 
 logger = logging.getLogger("flopmeter")

@@ -12,9 +12,9 @@ from time import perf_counter_ns
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.flops.sampled import SampledStep, why_not
 from flopmeter.metrics import Means
 from flopmeter.monitor.header import device_of
+from flopmeter.profiling.sampled import SampledStep, why_not
 from flopmeter.timing.garbage import GarbageWatch
 from flopmeter.timing.regime import RegimeDetector
 from flopmeter.timing.sampling import SamplingPlan

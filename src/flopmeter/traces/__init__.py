@@ -9,15 +9,14 @@
 `load_any` takes a run folder, a run file or a trace, so that whatever reads runs reads traces too. Traces are read in
 one pass, without holding their text; a damaged one gives what is left of it, and says what is missing. No torch.
 
-    text        the file's bytes, decompressed, bounded
-    events      the events in the text
+    events      the events in the file's text, decompressed, bounded
     timeline    what is kept of them
-    host        which phase of which step the host was in
-    placement   what each kernel was for
-    sweep       what the device did at each instant
-    steps       the same for each step
-    operators, counting     FLOPs from recorded shapes
-    rank, trace, run        one file, all of them, and all of them as a run
+    placement   in which phase the host was, and so what each kernel was for
+    steps       what the device did at each instant of each step
+    counting    FLOPs from recorded shapes
+    rank, trace one file; all of them, and all of them as a run
+
+Nesting, arguments and the splitting of time are shared with live profiles: `profiling/recorded.py`.
 """
 
 from __future__ import annotations

@@ -1,24 +1,115 @@
-"""Which events does a trace hold? They are split off the text in batches, with no parser of our own in the way.
+"""Which events does a trace file hold? Read piece by piece: nothing is held but the text at hand.
 
 A Kineto or Chrome trace is `{..., "traceEvents": [{...}, {...}], ...}` or the bare list. Text is gathered up to the
 last `}, {`, and what lies before it is handed to msgspec as one list. When that decodes, the cut was between two
 events, whatever was in them: a JSON reader that has read whole values is at their level again. When it does not (the
 cut was inside an event, or something is damaged), the standard library reads that stretch event by event, leaves out
 what is damaged and counts it.
+
+A file that decompresses to far more than profiler traces do is refused: they shrink to a twentieth, a gzip bomb to a
+thousandth.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
+from flopmeter.columns import open_regular
 from flopmeter.errors import TraceError
-from flopmeter.traces.text import as_size
+from flopmeter.schema import RUN_FILE
+
+MAX_TEXT_BYTES = 32 << 30
+"""Most text that a file may hold, unless the caller says otherwise."""
+MAX_RATIO = 200
+"""Most text for each byte of a compressed file; Kineto's have about 20."""
+UNSUSPECTED_BYTES = 256 << 20
+"""Up to here any ratio is let through: a small file may well be repetitive."""
+PIECE_BYTES = 1 << 20
+
+_READ_BYTES = 1 << 18
+_GZIP = b"\x1f\x8b"
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of the file read so far and its size."""
+
+
+def trace_text(
+    path: Path, problems: list[str], *, max_text_bytes: int | None = None, on_progress: Progress | None = None
+) -> Iterator[bytes]:
+    """The text of one file, piece by piece; why it ends early, if it does, is added to the problems."""
+    num_bytes = 0
+    try:
+        if (path / RUN_FILE).exists():
+            raise TraceError(f"{path} is a run, not a trace: flopmeter diagnose {path}")
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            is_compressed = file.read(2) == _GZIP
+            file.seek(0)
+            usual = min(MAX_TEXT_BYTES, max(UNSUSPECTED_BYTES, MAX_RATIO * size)) if is_compressed else MAX_TEXT_BYTES
+            limit = max_text_bytes or usual
+            raw = _read(file, size, on_progress)
+            for piece in _inflate(raw, problems) if is_compressed else raw:
+                num_bytes += len(piece)
+                if num_bytes > limit:
+                    raise TraceError(
+                        f"{path} holds more than {as_size(limit)} of text in {as_size(size)}, the most that is read: "
+                        f"if that is right, allow more with --max-gb (max_text_bytes in Python)"
+                    )
+                yield piece
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
+
+
+def _read(file: BinaryIO, size: int, on_progress: Progress | None) -> Iterator[bytes]:
+    done = 0
+    while piece := file.read(_READ_BYTES):
+        done += len(piece)
+        if on_progress:
+            on_progress(done, size)
+        yield piece
+
+
+def _inflate(pieces: Iterable[bytes], problems: list[str]) -> Iterator[bytes]:
+    """The text of a gzip file of one or several members; what follows the last of them is padding."""
+    inflater, num_bytes = None, 0
+    try:
+        for raw in pieces:
+            while raw:
+                if inflater is None:
+                    if not raw.startswith(_GZIP[:1]):
+                        return
+                    inflater = zlib.decompressobj(wbits=31)
+                piece = inflater.decompress(raw, PIECE_BYTES)
+                num_bytes += len(piece)
+                yield piece
+                raw = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+                inflater = None if inflater.eof else inflater
+        while inflater is not None and (piece := inflater.decompress(b"", PIECE_BYTES)):
+            num_bytes += len(piece)
+            yield piece
+    except zlib.error:
+        problems.append(f"its compressed data is damaged after {as_size(num_bytes)} of text")
+        return
+    if inflater is not None:
+        problems.append(f"its compressed data is cut off after {as_size(num_bytes)} of text")
+
+
+def as_size(num_bytes: float) -> str:
+    """A number of bytes for people: "34.8 MB"."""
+    for size, unit in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} bytes"
+
 
 MAX_EVENT_BYTES = 16 << 20
 """Most text of one event, and of what stands before the list of events."""
@@ -48,7 +139,7 @@ class Args(msgspec.Struct, gc=False):
     values: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
 
 
-class Event(msgspec.Struct, gc=False):
+class TraceEvent(msgspec.Struct, gc=False):
     """One event; times are microseconds."""
 
     ph: str = ""
@@ -69,8 +160,8 @@ class Head(msgspec.Struct):
 
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-_batch_decoder = msgspec.json.Decoder(list[Event], strict=False)
-_event_decoder = msgspec.json.Decoder(Event, strict=False)
+_batch_decoder = msgspec.json.Decoder(list[TraceEvent], strict=False)
+_event_decoder = msgspec.json.Decoder(TraceEvent, strict=False)
 _head_decoder = msgspec.json.Decoder(Head)
 _scanner = json.JSONDecoder(strict=False)
 
@@ -90,7 +181,7 @@ class EventReader:
         self._is_over = False
         """Whether the text has no more pieces."""
 
-    def __iter__(self) -> Iterator[list[Event]]:
+    def __iter__(self) -> Iterator[list[TraceEvent]]:
         self._find_list()
         is_closed = False
         while not is_closed:
@@ -119,7 +210,10 @@ class EventReader:
                 self._buffer = self._buffer[match.end() :]
                 return
             if match := _LIST.search(self._buffer):
-                self._read_head(self._buffer[: match.start()] + b'"":0}')
+                try:
+                    self.head = _head_decoder.decode(self._buffer[: match.start()] + b'"":0}')
+                except _UNREADABLE:
+                    self.problems.append("what stands before its events is damaged, so its device and rank are unknown")
                 self._buffer = self._buffer[match.end() :]
                 return
         raise TraceError(
@@ -127,14 +221,10 @@ class EventReader:
             "torch.profiler's export_chrome_trace"
         )
 
-    def _read_head(self, text: bytes) -> None:
-        try:
-            self.head = _head_decoder.decode(text)
-        except _UNREADABLE:
-            self.problems.append("what stands before its events is damaged, so its device and rank are unknown")
-
-    def _fast_batch(self) -> list[Event] | None:
-        cut = _last(_BETWEEN, self._buffer)
+    def _fast_batch(self) -> list[TraceEvent] | None:
+        near_end = max(0, len(self._buffer) - _SEARCH_BYTES)  # where the last match nearly always is
+        matches = (deque(_BETWEEN.finditer(self._buffer, start), maxlen=1) for start in (near_end, 0))
+        cut = next((found[0] for found in matches if found), None)
         if cut is None:
             return None
         try:
@@ -144,7 +234,7 @@ class EventReader:
         self._buffer = self._buffer[cut.end() - 1 :]
         return batch
 
-    def _careful_batch(self) -> tuple[list[Event], bool]:
+    def _careful_batch(self) -> tuple[list[TraceEvent], bool]:
         """Events one by one, and whether the list was closed; an event that may go on is left in the buffer."""
         # Latin-1 gives each byte a character, so positions in both are the same; JSON's own signs are ASCII.
         text, position, batch = self._buffer.decode("latin-1"), 0, []
@@ -165,14 +255,14 @@ class EventReader:
         self._buffer = self._buffer[position + is_closed :]
         return batch, is_closed
 
-    def _event(self, raw: bytes, value: Any) -> Event | None:
+    def _event(self, raw: bytes, value: Any) -> TraceEvent | None:
         """The bytes are tried first: `value` was read as Latin-1, so its names may be off where they are not ASCII."""
         try:
             return _event_decoder.decode(raw)
         except _UNREADABLE:
             pass
         try:
-            return msgspec.convert(value, Event, strict=False)
+            return msgspec.convert(value, TraceEvent, strict=False)
         except _UNREADABLE:
             self.num_damaged += 1
             return None
@@ -195,14 +285,6 @@ class EventReader:
             return
         for field in Head.__struct_fields__:
             setattr(self.head, field, getattr(self.head, field) or getattr(found, field))
-
-
-def _last(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
-    """The last match; near the end first, where it nearly always is."""
-    for start in (max(0, len(text) - _SEARCH_BYTES), 0):
-        if found := deque(pattern.finditer(text, start), maxlen=1):
-            return found[0]
-    return None
 
 
 def _end(pattern: re.Pattern[str], text: str, position: int, or_else: int | None = None) -> int:

@@ -1,84 +1,127 @@
-"""What was each kernel for, and which call launched it? On a CPU the operators themselves are the work."""
+"""What was each kernel for: which phase launched it, and was it a product? On a CPU the operators are the work.
+
+A kernel runs long after its launch, so it belongs to the phase in which it was launched. Phases are known from marks
+that torch itself makes: nodes of the autograd engine are the backward pass, `Optimizer.step` annotations the optimizer,
+operators that make autograd nodes the forward pass; such an operator inside the backward pass is recomputation (or a
+backward pass that builds a graph, which looks the same in a trace). The rest is "other".
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
 
 from flopmeter.devices.kernels import is_matmul
-from flopmeter.traces.host import Cover, Host, Phase
-from flopmeter.traces.kernels import Work
-from flopmeter.traces.timeline import Timeline
+from flopmeter.profiling.recorded import Activity, Cover, Phase
+from flopmeter.traces.timeline import DeviceEvents, Spans, Timeline
+
+_NOTHING = Cover(())
 
 
-@dataclass(kw_only=True, slots=True)
-class Placement:
-    """Everything that ran on the device, one entry each, in the order of the trace."""
+class Host:
+    """The host's side of one trace, ready to be asked about instants."""
 
-    start_us: array[float]
-    end_us: array[float]
-    work: array[int]
-    """`Work`, with compute told apart by what it was launched for."""
-    phase: list[Phase] = field(default_factory=list)
-    launch_us: array[float] = field(default_factory=lambda: array("d"))
-    """When the host launched it; NaN when the trace does not say."""
-    thread: array[int] = field(default_factory=lambda: array("l"))
-    """The thread that launched it; -1 when the trace does not say."""
+    def __init__(self, timeline: Timeline) -> None:
+        steps = timeline.steps or timeline.device_steps
+        main = next(iter(steps.values()))[2] if steps else -1
+        self.fetches = Cover(_on_thread(timeline.fetches, main))
+        if main < 0:  # the thread that trains is the one that makes most of the graph
+            main = max(Counter(timeline.graph_making.thread).items(), key=lambda item: item[1], default=(-1, 0))[0]
+        self._optimizer = _by_thread(timeline.optimizer)
+        self._nodes = _by_thread(timeline.nodes)
+        self._engine_threads = self._nodes.keys() - {main}
+        self._graph_making = _by_thread(timeline.graph_making)
+        self._products = _by_thread(
+            (op.start, op.end, op.thread) for op in timeline.operators if op.formula and not op.formula.composite
+        )
+        self._forward = _forward_stretches(timeline, main)
 
-    def __len__(self) -> int:
-        return len(self.start_us)
+    def phase(self, thread: int, instant: float) -> Phase:
+        """The phase that a call at this instant belongs to; recomputation is among the backward pass."""
+        if thread in self._engine_threads or self._nodes.get(thread, _NOTHING).holds(instant):
+            return "backward"
+        if self._optimizer.get(thread, _NOTHING).holds(instant):
+            return "optimizer"
+        return "forward" if self._forward.holds(instant) else "other"
+
+    def is_repeated(self, thread: int, instant: float) -> bool:
+        """Whether a call at this instant of the backward pass does forward work again."""
+        return self._graph_making.get(thread, _NOTHING).holds(instant)
+
+    def is_in_product(self, thread: int, instant: float) -> bool:
+        """Whether a call at this instant was made by an operator that multiplies matrices."""
+        return self._products.get(thread, _NOTHING).holds(instant)
 
 
-def place(timeline: Timeline, host: Host) -> Placement:
+def _forward_stretches(timeline: Timeline, main: int) -> Cover:
+    """From the first to the last operator of each forward pass: nothing of another phase lies between the two."""
+    marks = (timeline.nodes, timeline.optimizer, timeline.fetches)
+    others = Cover((start, end) for spans in marks for start, end, _ in spans)
+    stretches: dict[int, tuple[float, float]] = {}
+    for start, end in sorted(_on_thread(timeline.graph_making, main)):
+        if not others.holds(start):
+            before = bisect_right(others.starts, start)
+            first, last = stretches.get(before, (start, end))
+            stretches[before] = (first, max(end, last))
+    return Cover(stretches.values())
+
+
+def _by_thread(rows: Iterable[tuple[float, float, int]]) -> dict[int, Cover]:
+    found: dict[int, list[tuple[float, float]]] = {}
+    for start, end, thread in rows:
+        found.setdefault(thread, []).append((start, end))
+    return {thread: Cover(stretches) for thread, stretches in found.items()}
+
+
+def _on_thread(spans: Spans, thread: int) -> list[tuple[float, float]]:
+    """The stretches of one thread; of all when the thread is not known."""
+    return [(start, end) for start, end, owner in spans if thread in (owner, -1)]
+
+
+def place(timeline: Timeline, host: Host) -> DeviceEvents:
     """Join what ran with what the host was doing: on the accelerator, or on the host itself where there is none."""
-    return _kernels(timeline, host) if len(timeline.device_events) else _operators(timeline, host)
-
-
-def _kernels(timeline: Timeline, host: Host) -> Placement:
-    events = timeline.device_events
-    placed = Placement(start_us=events.start_us, end_us=events.end_us, work=array("b", events.work))
-    unknown = (math.nan, -1)
-    for position, correlation in enumerate(events.correlation):
-        launch_us, thread = timeline.launches.get(correlation, unknown)
+    if not len(timeline.device_events):
+        return _operators(timeline, host)
+    placed = timeline.device_events
+    for position, correlation in enumerate(placed.correlation):
+        launch_us, thread = timeline.launches.get(correlation, (math.nan, -1))
         phase: Phase = host.phase(thread, launch_us) if thread >= 0 else "other"
         placed.launch_us.append(launch_us)
         placed.thread.append(thread)
         placed.phase.append(phase)
-        if placed.work[position] == Work.OTHER_COMPUTE:
-            name = timeline.kernel_names[events.name[position]]
-            placed.work[position] = _purpose(host, phase, thread, launch_us, is_matmul(name))
+        if placed.activity[position] == Activity.OTHER_COMPUTE:
+            is_product = is_matmul(timeline.kernel_names[placed.name[position]])
+            placed.activity[position] = _purpose(host, phase, thread, launch_us, is_product)
     return placed
 
 
-def _purpose(host: Host, phase: Phase, thread: int, instant: float, is_product: bool) -> Work:
+def _purpose(host: Host, phase: Phase, thread: int, instant: float, is_product: bool) -> Activity:
     if phase == "optimizer":
-        return Work.OPTIMIZER
+        return Activity.OPTIMIZER
     if phase == "backward" and host.is_repeated(thread, instant):
-        return Work.RECOMPUTE
+        return Activity.RECOMPUTE
     if is_product or host.is_in_product(thread, instant):
-        return Work.MATMUL
-    return Work.OTHER_COMPUTE
+        return Activity.MATMUL
+    return Activity.OTHER_COMPUTE
 
 
-def _operators(timeline: Timeline, host: Host) -> Placement:
-    """Operators of a CPU. They nest: the sweep charges an instant to a product before what surrounds it."""
-    spans = timeline.dispatched
-    placed = Placement(start_us=array("d", spans.start_us), end_us=array("d", spans.end_us), work=array("b"))
-    for start_us, thread in zip(spans.start_us, spans.thread, strict=True):
+def _operators(timeline: Timeline, host: Host) -> DeviceEvents:
+    """Operators of a CPU, and waits for data. They nest: a product is charged before what surrounds it."""
+    spans, fetches = timeline.dispatched, host.fetches
+    num_fetches = len(fetches.starts)
+    placed = DeviceEvents(
+        start_us=spans.start_us + array("d", fetches.starts),
+        end_us=spans.end_us + array("d", fetches.ends),
+        launch_us=spans.start_us + array("d", [math.nan]) * num_fetches,
+        thread=spans.thread + array("l", [-1]) * num_fetches,
+    )
+    for start_us, _, thread in spans:
         phase = host.phase(thread, start_us)
         placed.phase.append(phase)
-        placed.work.append(_purpose(host, phase, thread, start_us, False))
-    placed.launch_us, placed.thread = array("d", spans.start_us), array("l", spans.thread)
-    _add_fetches(placed, host.fetches)
+        placed.activity.append(_purpose(host, phase, thread, start_us, False))
+    placed.phase += ["other"] * num_fetches
+    placed.activity.extend([Activity.DATA] * num_fetches)
     return placed
-
-
-def _add_fetches(placed: Placement, fetches: Cover) -> None:
-    for start_us, end_us in zip(fetches.starts, fetches.ends, strict=True):
-        placed.start_us.append(start_us)
-        placed.end_us.append(end_us)
-        placed.work.append(Work.DATA)
-        placed.phase.append("other")
-        placed.launch_us.append(math.nan)
-        placed.thread.append(-1)

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from flopmeter.traces.host import Host
-from flopmeter.traces.kernels import COMPUTE, Work
-from flopmeter.traces.placement import Placement
-from flopmeter.traces.sweep import Segment, segments
-from flopmeter.traces.timeline import Timeline
+from flopmeter.profiling.recorded import COMPUTE, Activity, Segment, segments
+from flopmeter.traces.placement import Host
+from flopmeter.traces.timeline import DeviceEvents, Timeline
 
 _US = 1e-6
-_IDLE, _DATA, _HOST_COPY = int(Work.IDLE), int(Work.DATA), int(Work.HOST_COPY)  # an enum's members are slow to name
+_IDLE, _DATA, _HOST_COPY = (
+    int(Activity.IDLE),
+    int(Activity.DATA),
+    int(Activity.HOST_COPY),
+)  # an enum's members are slow to name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class StepWindow:
     """One step's stretch of time."""
 
     number: int
@@ -39,14 +42,14 @@ class Window:
 
 
 @dataclass(kw_only=True, slots=True)
-class StepTime:
+class TracedStep:
     """Seconds of one step. compute, exposed communication, copies and idle add up to the step."""
 
     number: int
     end_us: float
     step_s: float
-    work_s: dict[int, float] = field(default_factory=lambda: dict.fromkeys(map(int, Work), 0.0))
-    """By `Work`: what each instant is charged to."""
+    activity_s: dict[int, float] = field(default_factory=lambda: dict.fromkeys(map(int, Activity), 0.0))
+    """By `Activity`: what each instant is charged to."""
     communication_s: float = 0.0
     """With communication running, hidden by compute or not."""
     launch_gap_s: float = 0.0
@@ -55,10 +58,10 @@ class StepTime:
     """Idle while the host waited for a batch."""
     other_idle_s: float = 0.0
     """Idle although the next kernel was in the queue (it waited for another stream, or the device needed a moment to
-    begin it), or idle for a reason that the trace does not tell."""
-    phase_s: dict[str, float] = field(default_factory=dict)
+    begin it), or idle for a reason that the trace does not show."""
+    phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By phase; an idle stretch belongs to the phase of the kernel that ends it. They add up to the step."""
-    detail_s: dict[tuple[int, str], float] = field(default_factory=dict)
+    detail_s: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     """By work and phase at once."""
     num_launches: int = 0
     """Kernels and copies, or operators on a CPU."""
@@ -66,29 +69,29 @@ class StepTime:
 
     @property
     def compute_s(self) -> float:
-        return sum(self.work_s[work] for work in COMPUTE)
+        return sum(self.activity_s[work] for work in COMPUTE)
 
     @property
     def exposed_communication_s(self) -> float:
         """Communication that no compute hides."""
-        return self.work_s[Work.COMMUNICATION]
+        return self.activity_s[Activity.COMMUNICATION]
 
     @property
     def copy_s(self) -> float:
         """Copies and fills that neither compute nor communication hides."""
-        return self.work_s[Work.DEVICE_COPY] + self.work_s[Work.HOST_COPY]
+        return self.activity_s[Activity.DEVICE_COPY] + self.activity_s[Activity.HOST_COPY]
 
     @property
     def idle_s(self) -> float:
         """Nothing ran; on a CPU, fetching a batch is among it."""
-        return self.work_s[Work.IDLE] + self.work_s[Work.DATA]
+        return self.activity_s[Activity.IDLE] + self.activity_s[Activity.DATA]
 
     @property
     def busy_s(self) -> float:
         return self.step_s - self.idle_s
 
 
-def find_windows(timeline: Timeline, placed: Placement) -> list[Window]:
+def find_windows(timeline: Timeline, placed: DeviceEvents) -> list[StepWindow]:
     """The steps of a trace in the order of time; one for the whole of it when it has none.
 
     A last step in which nothing was launched (the loop found no more data) is none.
@@ -100,29 +103,22 @@ def find_windows(timeline: Timeline, placed: Placement) -> list[Window]:
         rows.pop()
     starts = [start for start, _, _ in rows]
     ends = [*starts[1:], *(end for _, end, _ in rows[-1:])]
-    if not rows:
-        return _whole(placed)
+    if not rows:  # all of it is one
+        start_us, end_us = min(placed.start_us, default=0.0), max(placed.end_us, default=0.0)
+        whole = StepWindow(number=0, host_us=-math.inf, host_end_us=math.inf, start_us=start_us, end_us=end_us)
+        return [whole] if end_us > start_us else []
     bounds = _device_ends(starts, ends, placed) if len(timeline.device_events) else ends
     windows, begin = [], starts[0]
     if len(timeline.device_events):
         begin = max(begin, _leftovers_us(begin, bounds[0], placed))
     for start, end, bound, (_, _, number) in zip(starts, ends, bounds, rows, strict=True):
         if bound > begin:
-            windows.append(Window(number=number, host_us=start, host_end_us=end, start_us=begin, end_us=bound))
+            windows.append(StepWindow(number=number, host_us=start, host_end_us=end, start_us=begin, end_us=bound))
             begin = bound
     return windows
 
 
-def _whole(placed: Placement) -> list[Window]:
-    if not len(placed):
-        return []
-    start_us, end_us = min(placed.start_us), max(placed.end_us)
-    if end_us <= start_us:
-        return []
-    return [Window(number=0, host_us=-math.inf, host_end_us=math.inf, start_us=start_us, end_us=end_us)]
-
-
-def _device_ends(starts: list[float], ends: list[float], placed: Placement) -> list[float]:
+def _device_ends(starts: list[float], ends: list[float], placed: DeviceEvents) -> list[float]:
     """When the device was done with each step; the host's word for one that launched nothing."""
     compute, anything = [-math.inf] * len(starts), [-math.inf] * len(starts)
     for position, launch_us in enumerate(placed.launch_us):
@@ -131,77 +127,64 @@ def _device_ends(starts: list[float], ends: list[float], placed: Placement) -> l
         if index < 0 or instant > ends[-1]:
             continue
         anything[index] = max(anything[index], placed.end_us[position])
-        if placed.work[position] in COMPUTE:
+        if placed.activity[position] in COMPUTE:
             compute[index] = max(compute[index], placed.end_us[position])
     compute[-1] = max(anything[-1], ends[-1])
     return [end if math.isinf(done) else done for done, end in zip(compute, ends, strict=True)]
 
 
-def _leftovers_us(first_us: float, done_us: float, placed: Placement) -> float:
+def _leftovers_us(first_us: float, done_us: float, placed: DeviceEvents) -> float:
     """When the device was done with what had been launched before the first step.
 
     Such kernels have an older launch or none on record. Where kernels without a launch run on beyond the first step,
-    they are not left over but badly recorded, and tell nothing.
+    they are not left over but badly recorded, and are no sign of anything.
     """
-    rows = zip(placed.end_us, placed.launch_us, placed.work, strict=True)
+    rows = zip(placed.end_us, placed.launch_us, placed.activity, strict=True)
     older = [end_us for end_us, launch_us, work in rows if work in COMPUTE and not launch_us >= first_us]
     last_us = max(older, default=-math.inf)
     return last_us if last_us < done_us else -math.inf
 
 
-def split(windows: list[Window], placed: Placement, host: Host) -> list[StepTime]:
+def split(windows: list[StepWindow], placed: DeviceEvents, host: Host) -> list[TracedStep]:
     """Charge every instant of every window."""
-    times = [StepTime(number=w.number, end_us=w.end_us, step_s=(w.end_us - w.start_us) * _US) for w in windows]
-    cuts = [window.start_us for window in windows] + [window.end_us for window in windows[-1:]]
+    times = [TracedStep(number=w.number, end_us=w.end_us, step_s=(w.end_us - w.start_us) * _US) for w in windows]
+    starts = [window.start_us for window in windows]
     index = 0
-    for segment in segments(placed.start_us, placed.end_us, placed.work, cuts):
-        while segment.start_us >= windows[index].end_us:
+    for segment in segments(placed.start_us, placed.end_us, placed.activity, [*starts, windows[-1].end_us]):
+        while segment.start >= windows[index].end_us:
             index += 1
         _charge(times[index], segment, placed, host)
-    _count_launches(times, windows, placed)
+    for start_us, activity in zip(placed.start_us, placed.activity, strict=True):
+        index = bisect_right(starts, start_us) - 1
+        if index >= 0 and start_us < windows[index].end_us and activity != _DATA:
+            times[index].num_launches += 1
+            times[index].num_optimizer_launches += activity == Activity.OPTIMIZER
     return times
 
 
-def _charge(time: StepTime, segment: Segment, placed: Placement, host: Host) -> None:
-    seconds, work = (segment.end_us - segment.start_us) * _US, segment.work
-    time.work_s[work] += seconds
+def _charge(time: TracedStep, segment: Segment, placed: DeviceEvents, host: Host) -> None:
+    seconds, activity = (segment.end - segment.start) * _US, segment.activity
+    time.activity_s[activity] += seconds
     if segment.is_communicating:
         time.communication_s += seconds
-    if work == _IDLE:
-        waited_s = _charge_gap(time, segment, placed, host)
-        time.phase_s["data_wait"] = time.phase_s.get("data_wait", 0.0) + waited_s
+    if activity == _IDLE:  # why? Until the next kernel was launched the host may have waited for data
+        launch_us = placed.launch_us[segment.owner] if segment.owner >= 0 else math.nan
+        is_queued = launch_us <= segment.start
+        until_us = segment.end if math.isnan(launch_us) else min(launch_us, segment.end)
+        waited_s = 0.0 if is_queued else host.fetches.overlap(segment.start, until_us) * _US
         seconds -= waited_s
-    if work == _DATA:
+        time.data_wait_s += waited_s
+        time.phase_s["data_wait"] += waited_s
+        if is_queued or math.isnan(launch_us):
+            time.other_idle_s += seconds
+        else:
+            time.launch_gap_s += seconds
+    if activity == _DATA:
         time.data_wait_s += seconds
         phase = "data_wait"
-    elif work == _HOST_COPY:
+    elif activity == _HOST_COPY:
         phase = "host_to_device"
     else:
         phase = placed.phase[segment.owner] if segment.owner >= 0 else "other"
-    time.phase_s[phase] = time.phase_s.get(phase, 0.0) + seconds
-    time.detail_s[work, phase] = time.detail_s.get((work, phase), 0.0) + seconds
-
-
-def _charge_gap(time: StepTime, gap: Segment, placed: Placement, host: Host) -> float:
-    """Say why the device was idle; the part that was a wait for data is returned."""
-    seconds = (gap.end_us - gap.start_us) * _US
-    launch_us = placed.launch_us[gap.owner] if gap.owner >= 0 else math.nan
-    is_queued = launch_us <= gap.start_us
-    until_us = gap.end_us if math.isnan(launch_us) else min(launch_us, gap.end_us)
-    waited_s = 0.0 if is_queued else host.fetches.overlap(gap.start_us, until_us) * _US
-    time.data_wait_s += waited_s
-    if is_queued or math.isnan(launch_us):
-        time.other_idle_s += seconds - waited_s
-    else:
-        time.launch_gap_s += seconds - waited_s
-    return waited_s
-
-
-def _count_launches(times: list[StepTime], windows: list[Window], placed: Placement) -> None:
-    starts = [window.start_us for window in windows]
-    for start_us, work in zip(placed.start_us, placed.work, strict=True):
-        index = bisect_right(starts, start_us) - 1
-        if index < 0 or start_us >= windows[index].end_us or work == Work.DATA:
-            continue
-        times[index].num_launches += 1
-        times[index].num_optimizer_launches += work == Work.OPTIMIZER
+    time.phase_s[phase] += seconds
+    time.detail_s[activity, phase] += seconds

@@ -1,4 +1,4 @@
-"""What of a trace is kept? A few numbers for each event that tells where time went, in columns; the text is let go.
+"""What of a trace is kept? A few numbers for each event that shows where time went, in columns; its text is not kept.
 
 About 100 bytes are held for an event that is kept, against some 300 of its text; flows, counters, stacks and queries
 are not kept.
@@ -6,21 +6,25 @@ are not kept.
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-from flopmeter.flops.formulas import Formula, find
-from flopmeter.traces.events import Event
-from flopmeter.traces.kernels import work_of
-from flopmeter.traces.operators import Operator
+import msgspec
+
+from flopmeter.devices.kernels import is_communication
+from flopmeter.flops.formulas import Formula, Work, find
+from flopmeter.profiling.recorded import NODE, Activity, Phase, Range, recorded_flop
+from flopmeter.traces.events import Args, TraceEvent
 
 MAX_EVENTS = 20_000_000
 """Most events that are kept; about 2 GB."""
+_MAX_RECORD_BYTES = 1 << 16
+"""Arguments longer than this are lists of thousands of tensors; no operator with a formula has them."""
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
 _FETCH = re.compile(r"enumerate\(DataLoader\)|dataloader_next|DataLoaderIter\.__next__", re.IGNORECASE)
@@ -29,45 +33,26 @@ _CANNOT_LAUNCH = re.compile(
     r"|Malloc|Free|HostAlloc|Priority|GetDevice|DriverGet|Pointer"
 )
 _WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize$")
-_CATEGORIES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Operator": "cpu_op"}
-"""How the first versions of Kineto called them."""
-
-
-class Role(IntEnum):
-    """What an operator or annotation on the host tells about the time that it covers."""
-
-    NONE = 0
-    OPERATOR = 1
-    NODE = 2
-    """A node of the backward pass: `autograd::engine::evaluate_function`."""
-    STEP = 3
-    OPTIMIZER = 4
-    FETCH = 5
-
-
-class Effect(IntEnum):
-    """What a call of the runtime may do."""
-
-    NONE = 0
-    LAUNCHES = 1
-    WAITS = 2
-
-
-_NONE, _OPERATOR, _LAUNCHES = Role.NONE, Role.OPERATOR, Effect.LAUNCHES  # an enum's members are slow to name
 
 
 @dataclass(slots=True)
 class DeviceEvents:
-    """Kernels and copies, one entry each."""
+    """All that ran on the device, one entry each, in the order of the trace: kernels and copies, or operators."""
 
     start_us: array[float] = field(default_factory=lambda: array("d"))
     end_us: array[float] = field(default_factory=lambda: array("d"))
-    work: array[int] = field(default_factory=lambda: array("b"))
-    """`Work` as the name alone tells it."""
+    activity: array[int] = field(default_factory=lambda: array("b"))
+    """`Activity`, at first by the name alone, after `place` by what it was launched for."""
     name: array[int] = field(default_factory=lambda: array("l"))
-    """Position in `Timeline.kernel_names`."""
+    """Position in `Timeline.kernel_names`, or `operator_names`."""
     correlation: array[int] = field(default_factory=lambda: array("q"))
-    """The call that launched it; -1 when the trace does not say."""
+    """The call that launched a kernel; -1 when the trace does not say."""
+    phase: list[Phase] = field(default_factory=list)
+    """The phase that launched it; this and what follows is filled in by `place`."""
+    launch_us: array[float] = field(default_factory=lambda: array("d"))
+    """When the host launched it; NaN when the trace does not say."""
+    thread: array[int] = field(default_factory=lambda: array("l"))
+    """The thread that launched it; -1 when the trace does not say."""
 
     def __len__(self) -> int:
         return len(self.start_us)
@@ -80,10 +65,13 @@ class Spans:
     start_us: array[float] = field(default_factory=lambda: array("d"))
     end_us: array[float] = field(default_factory=lambda: array("d"))
     thread: array[int] = field(default_factory=lambda: array("l"))
-    """Position in `Timeline.threads`."""
+    """Threads are numbered as they come."""
 
     def __len__(self) -> int:
         return len(self.start_us)
+
+    def __iter__(self) -> Iterator[tuple[float, float, int]]:
+        return zip(self.start_us, self.end_us, self.thread, strict=True)
 
     def add(self, start_us: float, end_us: float, thread: int) -> None:
         self.start_us.append(start_us)
@@ -96,11 +84,12 @@ class Timeline:
     """One rank's trace, reduced to what is used."""
 
     device_events: DeviceEvents = field(default_factory=DeviceEvents)
+    """Empty where there is no accelerator."""
     kernel_names: list[str] = field(default_factory=list)
     launches: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Correlation to the start of the launching call and its thread."""
     device_ids: set[Any] = field(default_factory=set)
-    operators: list[Operator] = field(default_factory=list)
+    operators: list[Range] = field(default_factory=list)
     """Calls of operators that have a FLOP formula."""
     dispatched: Spans = field(default_factory=Spans)
     """Every operator."""
@@ -124,7 +113,6 @@ class Timeline:
     """Number of a ProfilerStep to its host start, end and thread."""
     device_steps: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     """The same as the device saw them; used where the host was not recorded."""
-    threads: dict[Any, int] = field(default_factory=dict)
     num_events: int = 0
     """Events seen, of all kinds."""
     num_unsound: int = 0
@@ -132,17 +120,14 @@ class Timeline:
     has_values: bool = False
     """Whether arguments other than tensors were recorded (strides, flags)."""
 
-    def outermost(self) -> tuple[list[float], list[float], list[int]]:
+    def outermost(self) -> Iterator[tuple[float, float, int]]:
         """Start, end and name of the operators that lie in no other."""
-        spans = self.dispatched
-        order = sorted(range(len(spans)), key=lambda i: (spans.thread[i], spans.start_us[i], -spans.end_us[i]))
-        kept: list[int] = []
-        for i in order:
-            last = kept[-1] if kept else None
-            if last is None or spans.thread[last] != spans.thread[i] or spans.start_us[i] >= spans.end_us[last]:
-                kept.append(i)
-        starts, ends = [spans.start_us[i] for i in kept], [spans.end_us[i] for i in kept]
-        return starts, ends, [self.dispatched_name[i] for i in kept]
+        last_end, last_thread = -math.inf, -1
+        rows = zip(self.dispatched, self.dispatched_name, strict=True)
+        for (start, end, thread), name in sorted(rows, key=lambda row: (row[0][2], row[0][0], -row[0][1])):
+            if thread != last_thread or start >= last_end:
+                yield start, end, name
+                last_end, last_thread = end, thread
 
 
 class Collector:
@@ -152,11 +137,9 @@ class Collector:
         self.timeline = Timeline()
         self._kernel_names: dict[str, int] = {}
         self._operator_names: dict[str, int] = {}
+        self._threads: dict[Any, int] = {}
         self._num_kept = 0
-        spans, names = self.timeline.dispatched, self.timeline.dispatched_name
-        # Most events go there, so the way is kept short.
-        self._add_dispatched = (spans.start_us.append, spans.end_us.append, spans.thread.append, names.append)
-        self._on_category: dict[str, Callable[[Event, float, float], None]] = {
+        self._on_category: dict[str, Callable[[TraceEvent, float, float], None]] = {
             **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), self._device_event),
             **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime", "runtime"), self._call),
             **dict.fromkeys(("cpu_op", "Operator", "user_annotation"), self._host),
@@ -168,7 +151,7 @@ class Collector:
         """Whether no more events can be kept."""
         return self._num_kept >= MAX_EVENTS
 
-    def take(self, batch: list[Event]) -> None:
+    def take(self, batch: list[TraceEvent]) -> None:
         """Keep what is needed of the events."""
         self.timeline.num_events += len(batch)
         on_category = self._on_category
@@ -185,102 +168,90 @@ class Collector:
             self._num_kept += 1
             handler(event, start_us, end_us)
 
-    def _device_event(self, event: Event, start_us: float, end_us: float) -> None:
+    def _device_event(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         columns, args = self.timeline.device_events, event.args
         columns.start_us.append(start_us)
         columns.end_us.append(end_us)
-        columns.work.append(work_of(_CATEGORIES.get(event.cat, event.cat), event.name))
-        columns.name.append(_position(event.name, self._kernel_names, self.timeline.kernel_names))
+        columns.activity.append(_activity(event.cat, event.name))
+        columns.name.append(self._kernel_names.setdefault(event.name, len(self._kernel_names)))
         columns.correlation.append(_integer(args.correlation) if args is not None else -1)
         if args is not None and args.device is not None:
             self.timeline.device_ids.add(args.device)
 
-    def _call(self, event: Event, start_us: float, end_us: float) -> None:
+    def _call(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         effect = _effect(event.name)
-        if effect is _LAUNCHES and event.args is not None:
+        if effect == "waits":
+            self.timeline.waits.setdefault(event.name, []).append(start_us)
+        elif effect == "launches" and event.args is not None:
             correlation = _integer(event.args.correlation)
             if correlation >= 0:
                 self.timeline.launches[correlation] = (start_us, self._thread(event.tid))
-        elif effect is Effect.WAITS:
-            self.timeline.waits.setdefault(event.name, []).append(start_us)
 
-    def _host(self, event: Event, start_us: float, end_us: float) -> None:
-        role, formula = _meaning(event.name)
-        if role is _NONE:
+    def _host(self, event: TraceEvent, start_us: float, end_us: float) -> None:
+        kind, formula = _meaning(event.name)
+        if not kind:
             return
         timeline, thread = self.timeline, self._thread(event.tid)
-        if role is _OPERATOR:
-            self._operator(event, start_us, end_us, thread)
+        if kind == "dispatched":
+            timeline.dispatched.add(start_us, end_us, thread)
+            timeline.dispatched_name.append(self._operator_names.setdefault(event.name, len(self._operator_names)))
+            if event.args is not None:
+                self._see_arguments(event.name, event.args, start_us, end_us, thread)
             if formula is not None:
-                timeline.operators.append(Operator(formula, thread, start_us, end_us, event.args))
-                timeline.has_values = timeline.has_values or _has_values(event)
-        elif role is Role.STEP:
+                flop, dtype = _recorded(formula, event.args)
+                operator = Range(event.name, start_us, end_us, thread, formula=formula, flop=flop, dtype=dtype)
+                timeline.operators.append(operator)
+                timeline.has_values |= event.args is not None and bool(bytes(event.args.values))
+        elif kind == "steps":
             timeline.steps[_step_number(event.name)] = (start_us, end_us, thread)
         else:
-            spans = {Role.NODE: timeline.nodes, Role.OPTIMIZER: timeline.optimizer, Role.FETCH: timeline.fetches}
-            spans[role].add(start_us, end_us, thread)
-            if role is Role.OPTIMIZER:
+            getattr(timeline, kind).add(start_us, end_us, thread)
+            if kind == "optimizer":
                 timeline.optimizer_ops.add(event.name)
 
-    def _operator(self, event: Event, start_us: float, end_us: float, thread: int) -> None:
-        timeline, args, name = self.timeline, event.args, event.name
-        add_start, add_end, add_thread, add_name = self._add_dispatched
-        add_start(start_us)
-        add_end(end_us)
-        add_thread(thread)
-        position = self._operator_names.get(name)
-        add_name(_position(name, self._operator_names, timeline.operator_names) if position is None else position)
-        if args is None:
-            return
+    def _see_arguments(self, name: str, args: Args, start_us: float, end_us: float, thread: int) -> None:
         if args.sequence is not None and not args.forward_thread and _integer(args.sequence) >= 0:
-            timeline.graph_making.add(start_us, end_us, thread)
+            self.timeline.graph_making.add(start_us, end_us, thread)
         if name == "aten::_softmax":
-            timeline.softmaxes.append((start_us, bytes(args.shapes)))
+            self.timeline.softmaxes.append((start_us, bytes(args.shapes)))
         elif name.startswith(("aten::_fused_", "aten::_foreach_")):
-            timeline.optimizer_ops.add(name)
+            self.timeline.optimizer_ops.add(name)
 
-    def _device_annotation(self, event: Event, start_us: float, end_us: float) -> None:
+    def _device_annotation(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         if _STEP.search(event.name):
             self.timeline.device_steps[_step_number(event.name)] = (start_us, end_us, -1)
 
     def _thread(self, tid: Any) -> int:
-        threads = self.timeline.threads
-        known = threads.get(tid)
-        return threads.setdefault(tid, len(threads)) if known is None else known
+        return self._threads.setdefault(tid, len(self._threads))
 
-
-def _position(name: str, known: dict[str, int], names: list[str]) -> int:
-    position = known.get(name)
-    if position is None:
-        position = known[name] = len(names)
-        names.append(name)
-    return position
+    def finish(self) -> Timeline:
+        """What was kept, once all events were taken."""
+        self.timeline.kernel_names, self.timeline.operator_names = list(self._kernel_names), list(self._operator_names)
+        return self.timeline
 
 
 @lru_cache(maxsize=65536)
-def _meaning(name: str) -> tuple[Role, Formula | None]:
-    if name.startswith("autograd::engine::evaluate_function"):
-        return Role.NODE, None
+def _meaning(name: str) -> tuple[str, Formula | None]:
+    """Which field of `Timeline` keeps an operator or annotation of the host, "" for none; and an operator's formula."""
+    if name.startswith(NODE):
+        return "nodes", None
     if name.startswith("Optimizer.step#"):
-        return Role.OPTIMIZER, None
+        return "optimizer", None
     if _STEP.search(name):
-        return Role.STEP, None
+        return "steps", None
     if _FETCH.search(name):
-        return Role.FETCH, None
+        return "fetches", None
     if "::" in name and " " not in name and not name.startswith("torch::autograd"):
-        return Role.OPERATOR, find(name)
-    return Role.NONE, None
+        return "dispatched", find(name)
+    return "", None
 
 
 @lru_cache(maxsize=4096)
-def _effect(name: str) -> Effect:
+def _effect(name: str) -> Literal["waits", "launches", "none"]:
+    """What a call of the runtime may do."""
     if _WAITS.search(name):
-        return Effect.WAITS
-    return Effect.NONE if _CANNOT_LAUNCH.search(name) else Effect.LAUNCHES
-
-
-def _has_values(event: Event) -> bool:
-    return event.args is not None and bool(bytes(event.args.values))
+        return "waits"
+    return "none" if _CANNOT_LAUNCH.search(name) else "launches"
 
 
 def _step_number(name: str) -> int:
@@ -297,3 +268,32 @@ def _integer(value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 62 else -1
+
+
+@lru_cache(maxsize=65536)
+def _activity(category: str, name: str) -> Activity:
+    """Compute, communication or copy; what a compute kernel is for is known from its launch alone."""
+    if category.lower() == "kernel":
+        return Activity.COMMUNICATION if is_communication(name) else Activity.OTHER_COMPUTE
+    is_within = category.lower().endswith("memset") or "DtoD" in name or "Device -> Device" in name
+    return Activity.DEVICE_COPY if is_within else Activity.HOST_COPY
+
+
+def _recorded(formula: Formula, args: Args | None) -> tuple[Work | None, str]:
+    """FLOPs and dtype of a call; None when they do not follow from its record."""
+    texts = (bytes(args.shapes), bytes(args.dtypes), bytes(args.values)) if args is not None else (b"", b"", b"")
+    if not texts[0] or sum(map(len, texts)) > _MAX_RECORD_BYTES:
+        return None, ""
+    return _evaluate(formula.op, *texts)
+
+
+@lru_cache(maxsize=16384)
+def _evaluate(op: str, *texts: bytes) -> tuple[Work | None, str]:
+    """A step repeats the same few calls."""
+    formula = find(op)
+    assert formula is not None
+    try:
+        shapes, dtypes, values = (msgspec.json.decode(text or b"[]", type=list[Any]) for text in texts)
+    except msgspec.MsgspecError:
+        return None, ""
+    return recorded_flop(formula, shapes, dtypes, values + [""] * (len(shapes) - len(values)))

@@ -1,22 +1,37 @@
-"""What do the traces of a job say, taken together?"""
+"""What do the traces of a job say, taken together, and how do they look as a run?
+
+As a run, the waterfall, the rules, the report and `compare` work on them unchanged. Each step of the trace becomes a
+step of the run. With the files of several ranks, the step takes as long as its slowest rank, FLOPs are summed, shares
+are means; the profiled steps are those of the lowest rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from typing import Any
 
+from flopmeter import __version__
 from flopmeter.errors import TraceError
-from flopmeter.traces.kernels import Work
-from flopmeter.traces.rank import RankTrace, read_rank
-from flopmeter.traces.steps import StepTime
-
-if TYPE_CHECKING:
-    from flopmeter.record import Run
+from flopmeter.metrics import Measured, add_up, as_row
+from flopmeter.profiling.recorded import PARTS, Activity, FlopSums
+from flopmeter.record import Run
+from flopmeter.record.reader import RunReader
+from flopmeter.schema import PHASES, SCHEMA_VERSION
+from flopmeter.traces.rank import MIN_COVERAGE, RankTrace, read_rank
+from flopmeter.traces.steps import TracedStep
 
 Progress = Callable[[Path, int, int], None]
 """Called with the file at hand, its bytes read so far, and its size."""
+MAX_RANKS_LISTED = 1024
+UNSEEN_MASKS = (
+    "A trace holds shapes, not values: padding, masks given as tensors, and attention made of plain products count in "
+    "full."
+)
+_FLOP_PHASES = ("forward", "backward", "recompute", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +47,6 @@ class Trace:
 
     def as_run(self) -> Run:
         """The trace as if it had been a monitored run of these steps, for the waterfall, the rules and the report."""
-        from flopmeter.traces.run import make_run
-
         return make_run(self)
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,23 +73,10 @@ def load_trace(
     files = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
     if not files:
         raise TraceError("no trace was given")
-    ranks = [
-        read_rank(
-            file,
-            peak_flop_per_s=peak_flop_per_s,
-            max_text_bytes=max_text_bytes,
-            on_progress=_for(on_progress, file),
-        )
-        for file in files
-    ]
-    return _join(ranks)
-
-
-def _for(on_progress: Progress | None, file: Path) -> Callable[[int, int], None] | None:
-    return None if on_progress is None else lambda done, size: on_progress(file, done, size)
-
-
-def _join(ranks: list[RankTrace]) -> Trace:
+    ranks = []
+    for file in files:
+        show = None if on_progress is None else partial(on_progress, file)
+        ranks.append(read_rank(file, peak_flop_per_s=peak_flop_per_s, max_text_bytes=max_text_bytes, on_progress=show))
     notes = [f"{rank.path.name}: {note}" if len(ranks) > 1 else note for rank in ranks for note in rank.notes]
     known = [rank.rank for rank in ranks]
     if len(ranks) > 1 and (None in known or len(set(known)) < len(known)):
@@ -94,47 +94,178 @@ def _join(ranks: list[RankTrace]) -> Trace:
     return Trace(ranks=tuple(ordered), numbers=numbers, notes=tuple(notes))
 
 
+_OF_RANK = ("rank", "world_size", "device", "num_events", "mfu_reason")
+_OF_STEP = (
+    *("step_s", "busy_s", "compute_s", "communication_s", "exposed_communication_s", "copy_s", "idle_s"),
+    *("launch_gap_s", "data_wait_s", "other_idle_s", "phase_s", "num_launches"),
+)
+
+
 def _rank_dict(rank: RankTrace) -> dict[str, Any]:
-    counting = rank.counting
     return {
         "path": str(rank.path),
-        "rank": rank.rank,
-        "world_size": rank.world_size,
-        "device": rank.device,
-        "num_events": rank.num_events,
-        "coverage": counting.coverage,
-        "uncounted": counting.uncounted,
-        "mfu_reason": rank.mfu_reason,
+        **{name: getattr(rank, name) for name in _OF_RANK},
+        "coverage": rank.counting.coverage,
+        "uncounted": rank.counting.uncounted,
         "peak_flop_per_s": {dtype: peak.flop_per_s for dtype, peak in rank.peaks.items()},
-        "steps": [_step_dict(rank, index, time) for index, time in enumerate(rank.times)],
+        "steps": [_step_dict(rank, flop, time) for flop, time in zip(rank.flops, rank.times, strict=True)],
         "top": [list(row) for row in rank.top],
         "facts": dict(rank.facts),
         "notes": list(rank.notes),
     }
 
 
-def _step_dict(rank: RankTrace, index: int, time: StepTime) -> dict[str, Any]:
-    flop = rank.flops[index]
-    model_flop = sum(flop.model.values()) if flop.model else None
+def _step_dict(rank: RankTrace, flop: FlopSums, time: TracedStep) -> dict[str, Any]:
     return {
         "step": time.number,
-        "step_s": time.step_s,
-        "busy_s": time.busy_s,
-        "compute_s": time.compute_s,
-        "communication_s": time.communication_s,
-        "exposed_communication_s": time.exposed_communication_s,
-        "copy_s": time.copy_s,
-        "idle_s": time.idle_s,
-        "launch_gap_s": time.launch_gap_s,
-        "data_wait_s": time.data_wait_s,
-        "other_idle_s": time.other_idle_s,
-        "matmul_s": time.work_s[Work.MATMUL],
-        "recompute_s": time.work_s[Work.RECOMPUTE],
-        "optimizer_s": time.work_s[Work.OPTIMIZER],
-        "phase_s": time.phase_s,
-        "num_launches": time.num_launches,
-        "counted_flop": model_flop,
+        **{name: getattr(time, name) for name in _OF_STEP},
+        **{
+            f"{work.name.lower()}_s": time.activity_s[work]
+            for work in (Activity.MATMUL, Activity.RECOMPUTE, Activity.OPTIMIZER)
+        },
+        "counted_flop": sum(flop.model.values()) if flop.model else None,
         "flop_by_phase": flop.by_phase,
         "mfu": rank.mfu(flop.model, time.step_s),
         "hfu": rank.mfu(flop.hardware, time.step_s),
+    }
+
+
+def make_run(trace: Trace) -> Run:
+    """The run that the trace could have been."""
+    first = trace.ranks[0]
+    steps = [_JobStep(trace, number) for number in trace.numbers]
+    header = {
+        "kind": "header",
+        "schema": SCHEMA_VERSION,
+        "run_id": first.path.name,
+        "started_at": steps[0].end_s - steps[0].step_s,
+        "world_size": max(first.world_size or 1, len(trace.ranks)),
+        "device": "cpu" if first.is_cpu else first.device,
+        "peak": {dtype: peak.as_record() for dtype, peak in first.peaks.items()},
+        "mode": "trace",
+        "convention": "exact",
+        "versions": {"flopmeter": __version__},
+    }
+    rows = (
+        {"kind": "step", "step": step.number, "time": step.end_s, "metrics": as_row(step.measured())} for step in steps
+    )
+    last = steps[-1]
+    events = [
+        *(_event(step, "profile", **_profile(first, step, steps)) for step in steps),
+        _event(last, "count", **_count(steps, first)),
+        _event(last, "facts", **first.facts),
+        *([_event(last, "ranks", **_rank_statistics(trace, steps))] if len(trace.ranks) > 1 else []),
+        *(_event(last, "warning", message=note) for note in (*trace.notes, first.mfu_reason) if note),
+    ]
+    reader = RunReader(first.path)
+    for line in (header, *rows, *events, {"kind": "summary", "num_steps": len(steps)}):
+        reader.put(line)
+    reader.settle()
+    reader.run.skipped.extend(trace.notes)
+    return reader.run
+
+
+class _JobStep:
+    """One step of all ranks."""
+
+    def __init__(self, trace: Trace, number: int) -> None:
+        self.number = number
+        self.ranks = trace.ranks
+        self.times: list[TracedStep] = []
+        self.flops: list[FlopSums] = []
+        for rank in trace.ranks:
+            index = next(i for i, time in enumerate(rank.times) if time.number == number)
+            self.times.append(rank.times[index])
+            self.flops.append(rank.flops[index])
+        self.end_s = (trace.ranks[0].origin_us + self.times[0].end_us) * 1e-6
+
+    @property
+    def step_s(self) -> float:
+        return max(time.step_s for time in self.times)
+
+    def measured(self) -> Measured:
+        """The step as a row of a run file would hold it: of times, the mean share of the ranks."""
+        ns = 1e9 * self.step_s
+        exposed = fmean(time.exposed_communication_s / time.step_s for time in self.times)
+        step: dict[str, Any] = {"ns": ns, "device_ns": ns * len(self.ranks), "exposed_communication_ns": exposed * ns}
+        for phase in PHASES[:-1]:
+            step[f"{phase}_ns"] = ns * fmean(time.phase_s.get(phase, 0.0) / time.step_s for time in self.times)
+        if not any(rank.mfu_reason for rank in self.ranks):
+            step |= add_up([{"model_flop": flop.model, "hardware_flop": flop.hardware} for flop in self.flops])
+        return step
+
+
+def _event(step: _JobStep, name: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": "event", "event": name, "time": step.end_s, "after_step": step.number, **fields}
+
+
+def _profile(rank: RankTrace, step: _JobStep, steps: Sequence[_JobStep]) -> dict[str, Any]:
+    """The step's exclusive seconds. On a CPU, as for a monitored run, gaps are those of the two passes alone."""
+    time, num_steps = step.times[0], len(rank.times)
+    seconds = {f"{part}_s": time.activity_s[work] for part, work in PARTS.items()}
+    if rank.is_cpu:
+        passes = ("forward", "backward")
+        seconds["non_matmul_s"] = sum(time.detail_s.get((Activity.OTHER_COMPUTE, phase), 0.0) for phase in passes)
+        seconds["gap_s"] = sum(time.detail_s.get((Activity.IDLE, phase), 0.0) for phase in passes)
+        seconds["optimizer_s"] = time.phase_s.get("optimizer", 0.0)
+    else:
+        seconds["non_matmul_s"] += time.activity_s[Activity.DEVICE_COPY]
+        seconds["gap_s"] = time.launch_gap_s
+    return {
+        "device": "cpu" if rank.is_cpu else "cuda",
+        "step_s": time.step_s,
+        "typical_step_s": median(other.step_s for other in steps),
+        **seconds,
+        "num_ops": time.num_launches,
+        "top": [[name, total_s / num_steps, calls / num_steps] for name, total_s, calls in rank.top],
+    }
+
+
+def _count(steps: Sequence[_JobStep], rank: RankTrace) -> dict[str, Any]:
+    """The median step's FLOPs of the lowest rank, as a counted step would report them."""
+    flop = sorted((step.flops[0] for step in steps), key=lambda flop: sum(flop.model.values()))[len(steps) // 2]
+    counting = rank.counting
+    is_partial = counting.coverage is not None and counting.coverage < MIN_COVERAGE
+    return {
+        "model_flop": sum(flop.model.values()),
+        **{f"{phase}_flop": flop.by_phase.get(phase, 0.0) for phase in _FLOP_PHASES},
+        "hardware_flop": sum(flop.hardware.values()),
+        "by_dtype": flop.model,
+        "hardware_by_dtype": flop.hardware,
+        "by_op": flop.by_op,
+        "by_module": {},
+        "coverage": counting.coverage,
+        "uncounted": counting.uncounted,
+        "method": "trace",
+        "convention": "exact",
+        "left_out": [UNSEEN_MASKS, *([rank.mfu_reason] if is_partial else [])],
+    }
+
+
+_QUANTITIES: dict[str, Callable[[TracedStep], float]] = {
+    "step_s": lambda time: time.step_s,
+    "own_s": lambda time: time.step_s - time.exposed_communication_s,
+    "blocked_s": lambda time: time.exposed_communication_s,
+    **{f"{phase}_s": lambda time, phase=phase: time.phase_s.get(phase, 0.0) for phase in PHASES},  # type: ignore[misc]
+}
+
+
+def _rank_statistics(trace: Trace, steps: Sequence[_JobStep]) -> dict[str, Any]:
+    numbers = [rank.rank or 0 for rank in trace.ranks]
+    world_size = max(trace.ranks[0].world_size or 0, len(numbers))
+    means = {
+        name: {number: fmean(read(step.times[i]) for step in steps) for i, number in enumerate(numbers)}
+        for name, read in _QUANTITIES.items()
+    }
+    stats = {}
+    for name, by_rank in means.items():
+        values, slowest = by_rank.values(), max(by_rank, key=by_rank.__getitem__)
+        stats[name] = {"min": min(values), "mean": fmean(values), "max": by_rank[slowest], "argmax": slowest}
+    listed = range(min(world_size, MAX_RANKS_LISTED))
+    return {
+        "world_size": world_size,
+        "missing": [rank for rank in listed if rank not in numbers],
+        "stats": stats,
+        "own_s_by_rank": [means["own_s"].get(rank) for rank in listed],
+        "num_steps": len(steps),
     }

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from flopmeter.columns import known, number
+from flopmeter.columns import known, number_or_nan
 
 OPERATORS = ("matmul_s", "recompute_s", "non_matmul_s")
 INSIDE = (*OPERATORS, "gap_s")
@@ -98,7 +98,7 @@ def reduce_profiles(
 
 
 def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
-    found = {key: number(event.get(key)) for key in (*INSIDE, *BESIDE)}
+    found = {key: number_or_nan(event.get(key)) for key in (*INSIDE, *BESIDE)}
     return {key: value for key, value in found.items() if not math.isnan(value)}
 
 
@@ -108,7 +108,7 @@ def _surplus_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
         return 0.0
     most_s = math.fsum(known(event.get(key) for key in INSIDE)) - ordinary.compute_s
     least_s = most_s - ordinary.loop_s
-    longer_s = number(event.get("step_s")) - number(event.get("typical_step_s"))
+    longer_s = number_or_nan(event.get("step_s")) - number_or_nan(event.get("typical_step_s"))
     likely_s = least_s if math.isnan(longer_s) else min(max(longer_s, least_s), most_s)
     return likely_s if event.get("device") == "cuda" else max(likely_s, 0.0)
 

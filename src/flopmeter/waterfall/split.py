@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flopmeter.columns import known, mapping, number
+from flopmeter.columns import known, mapping, number_or_nan
 from flopmeter.text import plural, seconds
 from flopmeter.waterfall.sampled import BESIDE, Ordinary, Sampled, reduce_profiles
 from flopmeter.waterfall.window import Amount, Window
@@ -168,7 +168,7 @@ class Split:
 
     def _on_device(self, phase: str) -> float | None:
         seconds_by_event = [
-            (number(mapping(event.get("device_s")).get(phase)), number(event.get("num_steps")))
+            (number_or_nan(mapping(event.get("device_s")).get(phase)), number_or_nan(event.get("num_steps")))
             for event in self.window.events("device_time")
         ]
         return _weighted_mean(seconds_by_event)

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from flopmeter.columns import LATEST_S, LONGEST_S, at, known, number, sound, stretches
+from flopmeter.columns import LATEST_S, LONGEST_S, at, known, number_or_nan, sound, stretches
 from flopmeter.goodput import Pause, by_name, find_pauses, surplus_s
 
 if TYPE_CHECKING:
@@ -154,11 +154,11 @@ class Window:
 
     def _nearest(self, name: str) -> list[dict[str, Any]]:
         named = self.run.named(name)
-        before = [event for event in named if number(event.get("time"), LATEST_S) < self.begin_s]
+        before = [event for event in named if number_or_nan(event.get("time"), LATEST_S) < self.begin_s]
         return before or named[:1]
 
     def _is_outside(self, event: Mapping[str, Any], end_s: float) -> bool:
-        time_s = number(event.get("time"), LATEST_S)
+        time_s = number_or_nan(event.get("time"), LATEST_S)
         return time_s < self.begin_s or time_s > end_s
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from flopmeter.columns import mapping, number
+from flopmeter.columns import mapping, number_or_nan
 from flopmeter.devices.table import find_device, normalise_dtype
 from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
@@ -53,7 +53,7 @@ def _flop_by_dtype(evidence: Evidence) -> dict[str, float]:
             name = normalise_dtype(dtype)
         except FlopmeterError:
             continue
-        if (value := number(amount, MAX_COUNT * MAX_COUNT)) > 0:
+        if (value := number_or_nan(amount, MAX_COUNT * MAX_COUNT)) > 0:
             flop[name] = flop.get(name, 0.0) + value
     if not flop:
         raise NotCheckedError("no observed step counted its matmuls by dtype")

@@ -15,7 +15,7 @@ hold.
 
 from __future__ import annotations
 
-from flopmeter.columns import number
+from flopmeter.columns import number_or_nan
 from flopmeter.diagnosis._evidence import MAX_COUNT, Evidence
 from flopmeter.diagnosis._finding import Finding
 from flopmeter.text import percent, rate
@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> Finding | None:
         return None
     peaks = evidence.run.peaks
     dtype, peak = list(peaks.items())[-1] if peaks else ("", {})
-    flop_per_s = number(peak.get("flop_per_s"), MAX_COUNT * MAX_COUNT)
+    flop_per_s = number_or_nan(peak.get("flop_per_s"), MAX_COUNT * MAX_COUNT)
     stated = f"{rate(flop_per_s)} {dtype[:20]}, {str(peak.get('source'))[:20]}"
     return Finding(
         rule="impossible_mfu",

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
-from flopmeter.columns import mapping, number
+from flopmeter.columns import mapping, number_or_nan
 from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding, NotCheckedError
 from flopmeter.text import percent, seconds
@@ -74,7 +74,9 @@ def _named(event: Mapping[str, Any]) -> _Slow | None:
     if event.get("cause") != "slow_peer":
         return None
     where = f"host {str(event.get('host'))[:80]}, since step {str(event.get('since_step'))[:20]}"
-    return _Slow(str(event.get("rank"))[:20], number(event.get("extra_s")), _phase_name(event.get("phase")), where)
+    return _Slow(
+        str(event.get("rank"))[:20], number_or_nan(event.get("extra_s")), _phase_name(event.get("phase")), where
+    )
 
 
 def _pointed_to(events: list[dict[str, Any]]) -> _Slow | None:
@@ -84,7 +86,7 @@ def _pointed_to(events: list[dict[str, Any]]) -> _Slow | None:
     if len(ranks) != 1 or ranks == {"None"}:
         return None
     extras_s = [_ahead_s(mapping(event.get("stats")).get("own_s"), event) for event in events]
-    blocked_s = [number(mapping(stats.get("blocked_s")).get("max")) for stats in all_stats]
+    blocked_s = [number_or_nan(mapping(stats.get("blocked_s")).get("max")) for stats in all_stats]
     if median(extras_s) < median(blocked_s) / 2:  # the others wait for something else: the network
         return None
     phases = {name: _ahead_s(values, events[-1]) for name, values in all_stats[-1].items() if name not in _NO_PHASE}
@@ -95,8 +97,8 @@ def _pointed_to(events: list[dict[str, Any]]) -> _Slow | None:
 
 def _ahead_s(values: Any, event: Mapping[str, Any]) -> float:
     """By how much the slowest rank exceeds the mean of the others; NaN when unknown."""
-    size = number(event.get("world_size"))
-    highest_s, mean_s = (number(mapping(values).get(key)) for key in ("max", "mean"))
+    size = number_or_nan(event.get("world_size"))
+    highest_s, mean_s = (number_or_nan(mapping(values).get(key)) for key in ("max", "mean"))
     return (highest_s - mean_s) * size / (size - 1) if size > 1 else math.nan
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flopmeter.flops.facts import MAX_LOOKS, facts_of, odd_sizes, uses_tf32
 from flopmeter.flops.observe import observe
+from flopmeter.step_facts import MAX_LOOKS, facts_of, odd_sizes, uses_tf32
 
 LENGTH, WIDTH, HEADS = 12, 32, 4
 
@@ -70,7 +70,7 @@ def test_reading_values_is_counted_with_the_line_that_does_it() -> None:
     lines, first = inspect.getsourcelines(facts)
     line = first + next(i for i, text in enumerate(lines) if ".item()" in text)
     assert found["host_syncs"] == {"aten::_local_scalar_dense": 3}
-    assert found["host_sync_places"] == [f"test_facts.py:{line}"]
+    assert found["host_sync_places"] == [f"test_step_facts.py:{line}"]
 
 
 def test_a_long_loop_of_reads_is_counted_to_the_end_without_looking_up_each() -> None:

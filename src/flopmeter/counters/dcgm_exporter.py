@@ -14,7 +14,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
-from flopmeter.flops.counters import CounterUnavailableError, as_share, require_gpu
+from flopmeter.counters import CounterUnavailableError, as_share, require_gpu
 
 DEVICE_TYPE = "cuda"
 ORDER = 20
@@ -28,18 +28,10 @@ MAX_BYTES = 8 * 2**20
 FIELDS = {
     "SM_ACTIVE": "sm_active",
     "SM_UTIL_RATIO": "sm_active",
-    "SM_OCCUPANCY": "sm_occupancy",
-    "SM_OCCUPANCY_RATIO": "sm_occupancy",
     "PIPE_TENSOR_ACTIVE": "tensor_active",
     "TENSOR_UTIL_RATIO": "tensor_active",
     "DRAM_ACTIVE": "dram_active",
     "DRAM_UTIL_RATIO": "dram_active",
-    "PIPE_FP64_ACTIVE": "fp64_active",
-    "FP64_UTIL_RATIO": "fp64_active",
-    "PIPE_FP32_ACTIVE": "fp32_active",
-    "FP32_UTIL_RATIO": "fp32_active",
-    "PIPE_FP16_ACTIVE": "fp16_active",
-    "FP16_UTIL_RATIO": "fp16_active",
 }
 _LINE = re.compile(r"DCGM_FI_PROF_(\w+)\{(.*)\}\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -79,7 +71,7 @@ class DcgmExporterReader:
 
 
 def find_reading(text: str, uuid: str) -> dict[str, Any]:
-    """The GPU's values in an exporter's text. Its UUID is found by value: exporters may be told to rename the label.
+    """The GPU's values in an exporter's text. Its UUID is found by value: an exporter's settings may rename the label.
 
     MIG slices carry their board's UUID and a GPU_I_ID: they are other devices.
     """

@@ -39,18 +39,10 @@ class Reading:
     """Tensor pipes of any type, as a share of the cycles that elapsed."""
     sm_active: float | None = None
     """Multiprocessors with at least one warp."""
-    sm_occupancy: float | None = None
-    """Resident warps, as a share of the most that fit."""
     dram_active: float | None = None
     """Device memory interface."""
-    fp64_active: float | None = None
-    """FP64 pipe, tensor work excluded."""
-    fp32_active: float | None = None
-    """FP32 pipe, tensor work excluded."""
-    fp16_active: float | None = None
-    """FP16 pipe, tensor work excluded."""
     interval_s: float | None = None
-    """The time that the values cover; None when the source does not tell."""
+    """The time that the values cover; None when the source does not say."""
     note: str = ""
     """What the values leave out, or why there are none."""
 

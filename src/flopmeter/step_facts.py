@@ -36,10 +36,10 @@ _READS = frozenset({"aten::_local_scalar_dense"})
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _SIZE_DEPENDS_ON_VALUES = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"})
 _MAY_WAIT = _READS | _COPIES | _SIZE_DEPENDS_ON_VALUES
-_PACKAGE = f"{Path(__file__).parents[1]}/"
+_PACKAGE = f"{Path(__file__).parent}/"
 _DEMO = _PACKAGE + "demo/"
 _TORCH = f"{Path(torch.__file__).parent}/"
-_WATCHERS = frozenset({"facts.py", "observation.py"})
+_WATCHERS = frozenset({"step_facts.py", "observation.py"})
 """Files of ours that are on the stack whenever an operator is seen."""
 
 
@@ -64,18 +64,15 @@ class StepFacts:
         """An operator ran."""
         self.num_ops += 1
         if is_in_optimizer:
-            self._see_optimizer(op)
+            self.num_optimizer_ops += 1
+            if op.startswith("aten::_fused_"):
+                self.optimizer = "fused"
+            elif op.startswith("aten::_foreach_") and self.optimizer != "fused":
+                self.optimizer = "foreach"
+            elif self.optimizer is None:
+                self.optimizer = "for-loop"
         if op in _MAY_WAIT and self._waits(op, args, out, is_in_optimizer):
             self._note_sync(op)
-
-    def _see_optimizer(self, op: str) -> None:
-        self.num_optimizer_ops += 1
-        if op.startswith("aten::_fused_"):
-            self.optimizer = "fused"
-        elif op.startswith("aten::_foreach_") and self.optimizer != "fused":
-            self.optimizer = "foreach"
-        elif self.optimizer is None:
-            self.optimizer = "for-loop"
 
     def _waits(self, op: str, args: tuple[Any, ...], out: Any, is_in_optimizer: bool) -> bool:
         source = next((value for value in reversed(args) if isinstance(value, torch.Tensor)), None)
@@ -97,7 +94,7 @@ class StepFacts:
 
 
 def facts_of(observation: Observation, count: FlopCount) -> dict[str, Any]:
-    """The fields of the event `facts`, as far as one observed step tells them."""
+    """The fields of the event `facts`, as far as one observed step shows them."""
     seen = observation.facts
     assert seen is not None
     fields: dict[str, Any] = {
@@ -133,17 +130,13 @@ def eager_attention(calls: Iterable[Call]) -> dict[str, Any] | None:
 
 def odd_sizes(roots: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """Large weight matrices with a side that is no multiple of 8, which tensor cores want."""
-    found: list[dict[str, Any]] = []
-    for root in roots:
-        for path, module in root.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            sides = {"in_features": module.in_features, "out_features": module.out_features}
-            found += [
-                {"module": path, "dimension": name, "size": size}
-                for name, size in sides.items()
-                if size % 8 and size >= MIN_ODD_SIZE
-            ]
+    linears = ((path, m) for root in roots for path, m in root.named_modules() if isinstance(m, nn.Linear))
+    found = [
+        {"module": path, "dimension": name, "size": size}
+        for path, linear in linears
+        for name, size in (("in_features", linear.in_features), ("out_features", linear.out_features))
+        if size % 8 and size >= MIN_ODD_SIZE
+    ]
     return found[:MAX_ODD]
 
 

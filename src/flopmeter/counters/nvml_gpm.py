@@ -12,21 +12,13 @@ from importlib import import_module
 from time import monotonic
 from typing import Any
 
-from flopmeter.flops.counters import CounterUnavailableError, as_share, require_gpu
+from flopmeter.counters import CounterUnavailableError, as_share, require_gpu
 
 DEVICE_TYPE = "cuda"
 ORDER = 10
 
 MIN_INTERVAL_S = 0.1
-METRICS = {
-    2: "sm_active",
-    3: "sm_occupancy",
-    5: "tensor_active",
-    10: "dram_active",
-    11: "fp64_active",
-    12: "fp32_active",
-    13: "fp16_active",
-}
+METRICS = {2: "sm_active", 5: "tensor_active", 10: "dram_active"}
 
 
 def open(uuid: str | None) -> NvmlGpmReader:

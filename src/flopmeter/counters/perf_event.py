@@ -16,12 +16,13 @@ import os
 import platform
 import re
 import struct
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
+from flopmeter.counters import CounterUnavailableError
 from flopmeter.devices.cpu import Cpu, read_cpu
-from flopmeter.flops.counters import CounterUnavailableError
 from flopmeter.text import percent
 
 DEVICE_TYPE = "cpu"
@@ -37,7 +38,7 @@ _CLOSE_ON_EXEC = 8
 _SELF_TEST_MULTIPLIES = 200_000
 
 
-class Event(NamedTuple):
+class CpuEvent(NamedTuple):
     """One hardware event; `weight` FLOPs per count."""
 
     type: int
@@ -82,7 +83,7 @@ def open(uuid: str | None) -> PerfEventReader:
 class PerfEventReader:
     """The weighted sum of the events over all threads of this process, since `start()`."""
 
-    def __init__(self, events: tuple[Event, ...], *, kernel: tuple[int, int], note: str = "") -> None:
+    def __init__(self, events: tuple[CpuEvent, ...], *, kernel: tuple[int, int], note: str = "") -> None:
         self._note = note
         self._counters: list[tuple[int, int]] = []
         self._start: list[Sample] = []
@@ -90,20 +91,21 @@ class PerfEventReader:
         if kernel < (5, 13):
             self._note = "; ".join(filter(None, [note, "child processes count too (kernel before 5.13)"]))
         thread_ids = [int(name) for name in os.listdir("/proc/self/task")]
-        _refuse_too_many_files(len(thread_ids) * len(events))
+        import resource  # Unix only, and this folder is imported everywhere
+
+        num_files, (limit, _) = len(thread_ids) * len(events), resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and num_files > limit // 4:
+            raise CounterUnavailableError(
+                f"{num_files} counters would take too many of the {limit} files: open earlier"
+            )
         try:
             for thread_id in thread_ids:
-                self._watch(thread_id, events, inherit_thread=kernel >= (5, 13))
+                with suppress(ProcessLookupError):  # the thread ended meanwhile
+                    for event in events:
+                        self._counters.append((_open_event(event, thread_id, kernel >= (5, 13)), event.weight))
         except OSError:
             self.close()
             raise
-
-    def _watch(self, thread_id: int, events: tuple[Event, ...], *, inherit_thread: bool) -> None:
-        for event in events:
-            try:
-                self._counters.append((_open_event(event, thread_id, inherit_thread), event.weight))
-            except ProcessLookupError:
-                return  # the thread ended meanwhile
 
     def start(self) -> None:
         self._start = self._read_counters()
@@ -117,8 +119,9 @@ class PerfEventReader:
         if None in counts:
             return {"interval_s": interval_s, "note": "another program holds the CPU's counters"}
         flop = sum(weight * (count or 0.0) for (_, weight), count in zip(self._counters, counts, strict=True))
-        note = "; ".join(filter(None, [self._note, _sharing(changes)]))
-        return {"flop": flop, "interval_s": interval_s, "note": note}
+        lowest = min((change.running_ns / change.enabled_ns for change in changes if change.enabled_ns), default=1.0)
+        scaled = f"scaled up: an event was counted {percent(lowest, 0)} of the time" if lowest < 0.99 else ""
+        return {"flop": flop, "interval_s": interval_s, "note": "; ".join(filter(None, [self._note, scaled]))}
 
     def close(self) -> None:
         for file_descriptor, _ in self._counters:
@@ -135,10 +138,14 @@ def kernel_version() -> tuple[int, int]:
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
-def fp_events(cpu: Cpu, kernel: tuple[int, int]) -> tuple[Event, ...]:
+def fp_events(cpu: Cpu, kernel: tuple[int, int]) -> tuple[CpuEvent, ...]:
     """The events whose weighted sum is the CPU's FLOPs; an unknown CPU has none, never its neighbour's."""
     if cpu.vendor == "GenuineIntel" and cpu.family == 6 and cpu.model_number in _INTEL_MODELS:
-        return _intel_events(has_avx512="avx512f" in cpu.flags)
+        # FP_ARITH_INST_RETIRED by FLOPs per count. Units of one weight share an event: fewer counters, no sharing.
+        umasks = {0x01 | 0x02: 1, 0x04: 2, 0x08 | 0x10: 4, 0x20 | 0x40: 8, 0x80: 16}
+        if "avx512f" not in cpu.flags:
+            umasks = {0x01 | 0x02: 1, 0x04: 2, 0x08 | 0x10: 4, 0x20: 8}
+        return tuple(CpuEvent(PERF_TYPE_RAW, umask << 8 | 0xC7, weight) for umask, weight in umasks.items())
     generation = zen_generation(cpu)
     if generation is None:
         raise CounterUnavailableError(
@@ -147,15 +154,7 @@ def fp_events(cpu: Cpu, kernel: tuple[int, int]) -> tuple[Event, ...]:
     if kernel < (5, 6):
         # Up to 64 FLOPs retire in a cycle; earlier kernels do not pair two counters, and wrap at 15.
         raise CounterUnavailableError("AMD's FLOP event needs Linux 5.6 or newer")
-    return (Event(PERF_TYPE_RAW, _AMD_UMASKS[generation] << 8 | 0x03, 1),)
-
-
-def _intel_events(*, has_avx512: bool) -> tuple[Event, ...]:
-    """FP_ARITH_INST_RETIRED by FLOPs per count. Units of one weight share an event: fewer counters, no sharing."""
-    umasks = {0x01 | 0x02: 1, 0x04: 2, 0x08 | 0x10: 4, 0x20 | 0x40: 8, 0x80: 16}
-    if not has_avx512:
-        umasks = {0x01 | 0x02: 1, 0x04: 2, 0x08 | 0x10: 4, 0x20: 8}
-    return tuple(Event(PERF_TYPE_RAW, umask << 8 | 0xC7, weight) for umask, weight in umasks.items())
+    return (CpuEvent(PERF_TYPE_RAW, _AMD_UMASKS[generation] << 8 | 0x03, 1),)
 
 
 def zen_generation(cpu: Cpu) -> str | None:
@@ -183,11 +182,6 @@ def scale_count(change: Sample) -> float | None:
     return change.events * change.enabled_ns / change.running_ns
 
 
-def _sharing(changes: list[Sample]) -> str:
-    lowest = min((change.running_ns / change.enabled_ns for change in changes if change.enabled_ns), default=1.0)
-    return f"scaled up: an event was counted {percent(lowest, 0)} of the time" if lowest < 0.99 else ""
-
-
 def self_test(reader: PerfEventReader) -> None:
     """Some virtual machines accept the events and count nothing: a known number of multiplications must show."""
     reader.start()
@@ -202,8 +196,11 @@ def self_test(reader: PerfEventReader) -> None:
 def explain_errno(number: int | None) -> str:
     """What the kernel's refusal means, and what to do."""
     if number in {errno.EACCES, errno.EPERM}:
+        paranoid = "unknown"
+        with suppress(OSError):
+            paranoid = Path("/proc/sys/kernel/perf_event_paranoid").read_text().strip()
         return (
-            f"kernel.perf_event_paranoid is {_read_paranoid()}: up to 2 allows counting the own process"
+            f"kernel.perf_event_paranoid is {paranoid}: up to 2 allows counting the own process"
             " (sysctl kernel.perf_event_paranoid=2); a container's seccomp profile may also forbid it"
         )
     if number in {errno.ENOENT, errno.EOPNOTSUPP, errno.ENODEV}:
@@ -211,22 +208,7 @@ def explain_errno(number: int | None) -> str:
     return f"perf_event_open failed ({os.strerror(number or 0)})"
 
 
-def _read_paranoid() -> str:
-    try:
-        return Path("/proc/sys/kernel/perf_event_paranoid").read_text().strip()
-    except OSError:
-        return "unknown"
-
-
-def _refuse_too_many_files(num_files: int) -> None:
-    import resource  # Unix only, and this folder is imported everywhere
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and num_files > limit // 4:
-        raise CounterUnavailableError(f"{num_files} counters would take too many of the {limit} files: open earlier")
-
-
-def _open_event(event: Event, thread_id: int, inherit_thread: bool) -> int:
+def _open_event(event: CpuEvent, thread_id: int, inherit_thread: bool) -> int:
     """A file descriptor that counts the event in a thread, and in those it starts from now on, but not in its forks."""
     flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | (_INHERIT_THREAD if inherit_thread else 0)
     packed = _ATTRIBUTE.pack(event.type, _ATTRIBUTE.size, event.config, 0, 0, _READ_TIMES, flags, 0, 0, 0)

@@ -12,18 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from flopmeter.flops.sampled import SampledStep, why_not
-from flopmeter.flops.step_profile import (
-    Kernel,
-    Marks,
-    Range,
-    exclusive,
-    is_matrix_op,
-    reduce_cpu,
-    reduce_cuda,
-    subtract,
-    union,
-)
+from flopmeter.profiling.recorded import Activity, Cover, Range, segments
+from flopmeter.profiling.sampled import Kernel, Marks, SampledStep, reduce_cpu, reduce_cuda, why_not
 
 MS = 1_000_000
 """Ranges below are in milliseconds: readable, and exact once divided by 1e9."""
@@ -153,7 +143,8 @@ def test_no_operator_means_no_data() -> None:
 
 def test_micro_batches_leave_out_what_lies_between_them() -> None:
     spans = Marks(step=(0, 100), forward=[(10, 20), (50, 60)], backward=[(25, 40), (60, 80)])
-    assert spans.windows() == [(10, 40), (50, 80)]
+    windows = spans.windows()
+    assert (windows.starts, windows.ends) == ([10, 50], [40, 80])
 
 
 def cuda_ranges() -> list[Range]:
@@ -240,31 +231,17 @@ def test_no_kernels_mean_no_data_never_an_idle_device() -> None:
 
 
 def test_time_is_shared_out_by_precedence() -> None:
-    assert exclusive([(0, 10**9, "gap"), (2 * 10**8, 5 * 10**8, "copy"), (4 * 10**8, 6 * 10**8, "matmul")]) == {
-        "matmul": 0.2, "recompute": 0.0, "non_matmul": 0.0, "optimizer": 0.0, "copy": 0.2, "communication": 0.0,
-        "gap": 0.6,
-    }  # fmt: skip
+    rows = segments([2, 4], [5, 6], [Activity.HOST_COPY, Activity.MATMUL], (0, 10))
+    idle, copy, product = Activity.IDLE, Activity.HOST_COPY, Activity.MATMUL
+    found = [(row.start, row.end, row.activity) for row in rows]
+    assert found == [(0, 2, idle), (2, 4, copy), (4, 5, product), (5, 6, product), (6, 10, idle)]
 
 
-def test_spans_are_joined_and_cut() -> None:
-    assert union([(5, 8), (0, 3), (2, 4), (4, 4)]) == [(0, 4), (5, 8)]
-    assert subtract([(0, 10)], [(2, 4), (9, 12)]) == [(0, 2), (4, 9)]
-
-
-@pytest.mark.parametrize(
-    ("name", "is_one"),
-    [
-        ("aten::addmm", True),
-        ("aten::mkldnn_convolution", True),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", True),
-        ("aten::mkldnn_rnn_layer", True),
-        ("aten::gelu", False),
-        ("aten::_softmax", False),
-        ("aten::native_layer_norm", False),
-    ],
-)
-def test_matrix_work_is_told_by_name(name: str, is_one: bool) -> None:
-    assert is_matrix_op(name) is is_one
+def test_stretches_are_joined_and_asked_for_instants_and_overlaps() -> None:
+    cover = Cover([(5, 8), (0, 3), (2, 4), (4, 4), (9, 9)])
+    assert (cover.starts, cover.ends) == ([0, 5], [4, 8])
+    assert [cover.holds(at) for at in (0, 3, 4, 5, 8)] == [True, True, False, True, False]
+    assert (cover.overlap(3, 6), cover.overlap(8, 20), cover.overlap(-5, 20)) == (2, 0, 7)
 
 
 class Net(nn.Module):

@@ -1,7 +1,7 @@
 """May torch's profiler be started now, and who has to give way when two want it?
 
 Torch records one session per process. A second one empties the trace of the first, or crashes the process; it does so
-even while the first only warms up, when no flag of torch's tells of it. So every session that is not ours is noted
+even while the first only warms up, when no flag of torch's shows it. So every session that is not ours is noted
 when it is prepared, ours starts only when there is none, and ends at once when the user's begins on the same thread.
 Where it begins on another one, nobody waits: ours is lost, records no more, and is put away on its own thread once
 theirs has ended.
@@ -26,7 +26,8 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from flopmeter.errors import CountError
-from flopmeter.flops.patching import replace_attribute
+from flopmeter.hook_hiding import replace_attribute
+from flopmeter.profiling.recorded import NODE, Range
 from flopmeter.torch_compat import (
     PROFILER_PATCHED,
     is_profiler_running,
@@ -38,7 +39,7 @@ from flopmeter.torch_compat import (
 
 logger = logging.getLogger("flopmeter")
 
-# Kineto has one subscriber to CUPTI; whoever set one of these is it, or will be.
+# CUPTI serves one tool at a time. Where one of these is set, that tool is not Kineto.
 _OTHER_TOOLS = (
     "NSYS_PROFILING_SESSION_ID",
     "CUDA_INJECTION64_PATH",
@@ -47,6 +48,7 @@ _OTHER_TOOLS = (
     "NVPROF_ID",
     "KINETO_USE_DAEMON",
 )
+_BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
 _USER_SCOPE = 7  # at::RecordScope::USER_SCOPE
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
@@ -107,21 +109,18 @@ class Recording:
             atexit.register(self._stop_at_exit)
             _end_kineto_thread_before_forks()
 
-    def stop(self) -> list[Any]:
-        """End the session and hand out its raw events; empty when it was cut short or has ended before."""
-        return self._end()
-
     def give_way(self) -> None:
         """End early, and throw away what was recorded. On another thread than its own it only becomes unwanted."""
         self.was_cut_short = True
         if not self.is_on_its_thread:
             return
         try:
-            self._end()
+            self.stop()
         except Exception as error:  # noqa: BLE001 - called from inside the user's profiler, which must start
             logger.warning("flopmeter's profiler session did not end cleanly: %s: %s", type(error).__name__, error)
 
-    def _end(self) -> list[Any]:
+    def stop(self) -> list[Any]:
+        """End the session and hand out its raw events; empty when it was cut short or has ended before."""
         with _sessions.lock:
             if self.profiler is None:
                 return []
@@ -154,6 +153,22 @@ class Recording:
         """A session that still runs when the interpreter ends crashes it."""
         if self.is_on_its_thread:
             self.give_way()
+
+
+def range_of(raw: Any) -> Range:
+    """What the host did, from torch's own record of it."""
+    name, start_ns = raw.name(), raw.start_ns()
+    is_node = raw.scope() == _BACKWARD_SCOPE or name.startswith(NODE)
+    return Range(
+        name,
+        start_ns,
+        start_ns + raw.duration_ns(),
+        -1 if raw.is_async() else raw.start_thread_id(),  # what ends on another thread nests in nothing there
+        raw.sequence_nr(),
+        is_node,
+        raw.fwd_thread_id() if is_node else 0,
+        raw.correlation_id(),
+    )
 
 
 def _is_open(event: Any, end_ns: int) -> bool:
@@ -191,31 +206,7 @@ class _Sessions:
         range into memory that it has freed, if another session runs by then, and nobody tells when it is closed."""
         self.watchers: list[Callable[[], None]] = []
         """Each is called when a session of the user's is about to begin, on the user's thread."""
-        self._undo: list[Callable[[], None]] = []
-
-    def watch(self, on_foreign: Callable[[], None]) -> Callable[[], None]:
-        with self.lock:
-            if not self.watchers:
-                self.foreign, self.has_open_range = WeakSet(_under_way()), False
-                self._undo = [
-                    replace_attribute(
-                        torch_profiler.profile, name, _wrapped(name, getattr(torch_profiler.profile, name))
-                    )
-                    for name in PROFILER_PATCHED
-                ]
-            self.watchers.append(on_foreign)
-
-        def unwatch() -> None:
-            with self.lock:
-                if on_foreign in self.watchers:
-                    self.watchers.remove(on_foreign)
-                    while not self.watchers and self._undo:
-                        self._undo.pop()()
-
-        return unwatch
-
-    def is_ours(self, session: torch_profiler.profile) -> bool:
-        return self.own is not None and self.own.profiler is session
+        self.undo: list[Callable[[], None]] = []
 
     def make_way(self, session: torch_profiler.profile) -> None:
         """A session of the user's is about to be prepared: ours has to end first, or is lost."""
@@ -243,7 +234,23 @@ def watch(on_foreign: Callable[[], None] | None = None) -> Callable[[], None]:
     """
     if missing_profiler_name() is not None:
         return lambda: None
-    return _sessions.watch(on_foreign if on_foreign is not None else lambda: None)
+    watcher = on_foreign if on_foreign is not None else lambda: None
+    with _sessions.lock:
+        if not _sessions.watchers:
+            _sessions.foreign, _sessions.has_open_range = WeakSet(_under_way()), False
+            _sessions.undo = [
+                replace_attribute(torch_profiler.profile, name, _noticed(name)) for name in PROFILER_PATCHED
+            ]
+        _sessions.watchers.append(watcher)
+
+    def unwatch() -> None:
+        with _sessions.lock:
+            if watcher in _sessions.watchers:
+                _sessions.watchers.remove(watcher)
+                while not _sessions.watchers and _sessions.undo:
+                    _sessions.undo.pop()()
+
+    return unwatch
 
 
 def foreign_profiler() -> str | None:
@@ -321,21 +328,22 @@ def _silent_kineto() -> Iterator[None]:
         os.environ.pop(_LOG_LEVEL, None)
 
 
-def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def prepare(self: torch_profiler.profile, *args: Any, **kwargs: Any) -> Any:
-        if not _sessions.is_ours(self):
-            _sessions.make_way(self)
-        return original(self, *args, **kwargs)
+def _noticed(name: str) -> Callable[..., Any]:
+    """A method of torch's profiler, with a note for us that a session of the user's is prepared, or has ended."""
+    original = getattr(torch_profiler.profile, name)
+    begins = name == "_prepare_trace"
 
     @wraps(original)
-    def leave(self: torch_profiler.profile, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch_profiler.profile, *args: Any, **kwargs: Any) -> Any:
+        if begins and not (_sessions.own is not None and _sessions.own.profiler is self):
+            _sessions.make_way(self)
         try:
             return original(self, *args, **kwargs)
         finally:
-            _sessions.foreign.discard(self)
+            if not begins:
+                _sessions.foreign.discard(self)
 
-    return prepare if name == "_prepare_trace" else leave
+    return call
 
 
 def _under_way() -> list[torch_profiler.profile]:

@@ -1,4 +1,4 @@
-"""What is made of a measured model is what would have been made of it without us."""
+"""What is put into torch goes without a trace, and what is made of a measured model is what it would be without us."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import io
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from flopmeter import watch
 from flopmeter.flops.observe import observe
-from flopmeter.flops.unseen import OwnHook, hide_hooks
+from flopmeter.hook_hiding import OwnHook, hide_hooks, replace_attribute, surround_backward
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "report": False}}
 ORIGINALS = nn.Module.__getstate__, DistributedDataParallel.__getstate__, torch.jit._recursive.create_script_module
@@ -198,3 +201,73 @@ def test_what_torchscript_refuses_it_refuses_as_before(tmp_path: Path) -> None:
             torch.jit.script(model)
         assert num_hooks(model)[0] == 3
     assert str(refusal.value) == str(before.value)
+
+
+def test_the_original_comes_back() -> None:
+    owner = SimpleNamespace(run="original")
+    undo = replace_attribute(owner, "run", "ours")
+    assert owner.run == "ours"
+    undo()
+    assert owner.run == "original"
+
+
+def test_what_somebody_else_has_put_there_meanwhile_stays() -> None:
+    owner = SimpleNamespace(run="original")
+    undo = replace_attribute(owner, "run", "ours")
+    owner.run = "theirs"
+    undo()
+    assert owner.run == "theirs"
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_whoever_of_us_goes_last_puts_back_what_was_there_before_all(order: tuple[int, ...]) -> None:
+    owner = SimpleNamespace(run="original")
+    undos = [replace_attribute(owner, "run", object()) for _ in range(3)]
+    for place in order:
+        undos[place]()
+    assert owner.run == "original"
+
+
+class Passes:
+    """Notes of each backward pass whether it builds a graph, and that it ended."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool | str] = []
+
+    @contextmanager
+    def __call__(self, builds_graph: bool) -> Iterator[None]:
+        self.seen.append(builds_graph)
+        try:
+            yield
+        finally:
+            self.seen.append("end")
+
+
+def test_every_backward_pass_is_surrounded_and_tells_whether_it_builds_a_graph() -> None:
+    engine, passes = torch.autograd._engine_run_backward, Passes()
+    x = torch.ones(2, requires_grad=True)
+    undo = surround_backward(passes)
+    x.square().sum().backward()
+    torch.autograd.grad(x.square().sum(), x, create_graph=True)
+    undo()
+    x.sum().backward()
+    assert passes.seen == [False, "end", True, "end"]
+    assert torch.autograd._engine_run_backward is engine
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise StopIteration("the user's own")
+
+
+def test_an_error_in_a_backward_pass_goes_through_as_it_is() -> None:
+    passes = Passes()
+    x = torch.ones(2, requires_grad=True)
+    y = x.sum()
+    y.register_hook(fail)
+    undo = surround_backward(passes)
+    try:
+        with pytest.raises(StopIteration, match="the user's own"):
+            y.backward()
+    finally:
+        undo()
+    assert passes.seen == [False, "end"]
