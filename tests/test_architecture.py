@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,28 @@ def broken_arrows(source: str, module: str) -> list[str]:
 @pytest.mark.parametrize("path", sources(), ids=module_name)
 def test_no_module_imports_against_the_arrows(path: Path) -> None:
     assert broken_arrows(path.read_text(), module_name(path)) == []
+
+
+def import_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty when none do."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_counting_and_profiling_have_no_circle_of_imports() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in sources():
+        module = module_name(path)
+        if row_of(module).partition(".")[0] in ("flops", "profiling", "counters", "step_facts", "hook_hiding"):
+            graph[module] = set(imports(path.read_text(), module)) - {module}
+    known = {module: {name for name in found if name in graph} for module, found in graph.items()}
+    for module, found in known.items():  # a package is loaded before its parts, and names none of them itself
+        found.difference_update(package for package in graph if module.startswith(f"{package}."))
+    assert import_cycle(known) == []
+    assert import_cycle({"a": {"b"}, "b": {"a"}}) != []
 
 
 def test_the_arrow_test_fails_on_a_wrong_arrow() -> None:
