@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from flopmeter import load_run, watch
 from flopmeter.demo.gpt import GPT, GPTConfig
 from flopmeter.errors import CountError
 from flopmeter.flops import estimate
 from flopmeter.flops.estimate import LEAVES, RULE_OF_THUMB, estimate_flops, read_leaves
 from flopmeter.flops.side_count import count_flops
 from flopmeter.flops.workload import Workload, needs_of, workload_of
+from flopmeter.record import Run
 
 L, H, FFN, V = 3, 64, 144, 320
 
@@ -214,3 +217,44 @@ class Passing(Turning):
 def test_a_model_says_what_it_reads(make: Callable[[], nn.Module], reads: str, is_sequence_first: bool) -> None:
     needs = needs_of(make())
     assert (needs.reads, needs.is_sequence_first) == (reads, is_sequence_first)
+
+
+def watched(folder: Path, model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> Run:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = {"monitoring": {"mfu_calculation_mode": "estimate", "peak_flop_per_s": 1e12, "sinks": [], "report": False}}
+    monitor = watch(model, optimizer, output_dir=folder, config=config)
+    for batch in batches:
+        model(**batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.finish_training()
+    return load_run(folder)
+
+
+def ids(rows: int, length: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def test_estimate_mode_counts_the_first_call_on_shapes_and_never_measures_a_step(tmp_path: Path) -> None:
+    model, batches = gpt(), [ids(2, 40), ids(2, 40), ids(3, 100), ids(1, 7)]
+    expected = [count_flops(model, batch).model_flop for batch in batches]
+    run = watched(tmp_path, model, batches)
+    assert list(run.column("perf/model_flop")) == pytest.approx(expected)
+    assert [event["method"] for event in run.named("count")] == ["estimate (counted on meta)"]
+    assert not any("observed" in marks for marks in run.marks.values())
+
+
+def test_estimate_mode_reads_the_leaves_of_a_model_that_shapes_do_not_tell_of(tmp_path: Path) -> None:
+    class Peeking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(H, FFN, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.body(x)
+            return out if out.sum().item() < 1e9 else -out
+
+    run = watched(tmp_path, Peeking(), [{"x": torch.zeros(rows, H)} for rows in (4, 4, 9)])
+    assert list(run.column("perf/model_flop")) == [2 * 2 * rows * H * FFN for rows in (4, 4, 9)]
+    assert [event["method"] for event in run.named("count")] == [LEAVES]

@@ -27,7 +27,7 @@ from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import Convention, FlopCount, new_growth
 from flopmeter.flops.side_count import call_arguments, count_call
 from flopmeter.flops.tf32 import product_dtype, tf32_families
-from flopmeter.flops.workload import PROCESSED, Workload, late_workload, needs_of, parameter_names, unwrap
+from flopmeter.flops.workload import PROCESSED, Workload, WorkloadReader, needs_of, parameter_names, unwrap, workload_of
 from flopmeter.torch_compat import Convolution
 
 MAX_S, MAX_BYTES, MAX_OPERATORS = 2.0, 200 << 20, 300_000
@@ -78,9 +78,8 @@ def estimate_call(
         return replace(count, method=f"estimate (counted on {count.method})")
     except CountError as error:
         why = f"It could not be counted on shapes: {error}"
-    late = late_workload(kwargs or args, needs_of(model))
-    workload = late.resolve({name: float(value) for name, value in late.unread.items()})
-    return read_leaves(model, training, convention, workload, (why,))
+    reader = WorkloadReader(needs_of(model), models=[model])
+    return read_leaves(model, training, convention, workload_of(reader.bind(args, kwargs), reader.needs), (why,))
 
 
 class Limit:

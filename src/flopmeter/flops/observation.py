@@ -79,8 +79,7 @@ class Observation:
 
     Args:
         roots: The modules that the code calls: they name the work, and tell training from evaluation.
-        count_fake: Count operators on fake tensors too.
-        count_evaluation: Count a root that is called with gradients off.
+        is_training_step: False counts operators on fake tensors too, and a root that is called with gradients off.
         limit: Called after each operator; what it raises ends the code that is watched.
     """
 
@@ -88,8 +87,7 @@ class Observation:
         self,
         roots: Sequence[nn.Module],
         *,
-        count_fake: bool = False,
-        count_evaluation: bool = False,
+        is_training_step: bool = True,
         limit: Callable[[], None] | None = None,
     ) -> None:
         self.calls: list[Call] = []
@@ -98,17 +96,16 @@ class Observation:
         device = devices_of(nn.ModuleList(roots))[0]
         self.device_type = device.type
         self._tf32_families = tf32_families(device)
-        self.facts = None if count_fake else StepFacts(self.device_type)
+        self.facts = StepFacts(self.device_type) if is_training_step else None
         self._frames = FrameTracker(roots)
         self._pairs = PairTracker()
         self._repeats = Repeats()
-        self._mode = _Mode(self._take, count_fake, limit)
-        self._count_evaluation = count_evaluation
+        self._mode = _Mode(self._take, not is_training_step, limit)
         self._builds_graph: list[bool] = []
         self._is_in_optimizer = False
         self.gave_way: str | None = None
         """Why nothing was observed from some point of the step on: beside compiled code this torch would take harm."""
-        self._count_fake = count_fake
+        self._is_aside = not is_training_step
         self._thread = get_ident()
         self._undo: list[Callable[[], None]] = []
 
@@ -128,11 +125,11 @@ class Observation:
         self._frames.install()
         self._undo = [self._frames.remove, *watch_optimizers(self._set_in_optimizer)]
         self._undo.append(surround_backward(self._inside_backward))
-        if not self._count_fake and is_beside_cuda_graphs():
+        if not self._is_aside and is_beside_cuda_graphs():
             self.gave_way = BESIDE_GRAPHS
             self._mode.is_quiet = True
             return
-        if not self._count_fake and not OBSERVES_COMPILED:
+        if not self._is_aside and not OBSERVES_COMPILED:
             self._undo.append(replace_attribute(*before_compiled_calls(self._give_way)))
         if self._mode.outlasts_call():
             self._frames.on_batch = self._enter_late
@@ -170,7 +167,7 @@ class Observation:
         On another thread than the one that watches, ours goes quiet as well, and is left there by a second call.
         """
         is_first, self._mode.is_quiet = not self._mode.is_quiet, True
-        if self.gave_way is None and not self._count_fake and is_beside_cuda_graphs():
+        if self.gave_way is None and not self._is_aside and is_beside_cuda_graphs():
             self.gave_way = BESIDE_GRAPHS  # since some operator of this step
         is_whole = self._frames.on_batch is None and self.gave_way is None
         if dispatch_mode() is self._mode:
@@ -262,7 +259,7 @@ class Observation:
         if graph_task_id() == -1:
             if self._is_in_optimizer and not torch.is_grad_enabled():  # with gradients it is the closure of the step
                 return "optimizer"
-            return "evaluation" if frame.batch.is_evaluation and not self._count_evaluation else "forward"
+            return "evaluation" if frame.batch.is_evaluation and not self._is_aside else "forward"
         if not torch.is_grad_enabled():
             return "backward"
         builds_graph = bool(self._builds_graph) and self._builds_graph[-1]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,18 +76,16 @@ def count_call(
     """
     if TOO_OLD is not None:
         raise CountError(TOO_OLD)
-    target, kwargs = unwrap(model), dict(kwargs)
+    target = unwrap(model)
+    inputs: _Inputs = args, dict(kwargs)
+    observed = partial(_observed, target, training=training, convention=convention, limit=limit)
     attempts: dict[str, Callable[[], FlopCount]] = {
-        "meta": lambda: _count_on_shapes(target, args, kwargs, training, convention, limit),
-        "meta, inputs too": lambda: _count_on_shapes(
-            target, *_without_values((args, kwargs)), training, convention, limit
-        ),
-        "meta, experts as batched products": lambda: _count_with_other_experts(
-            target, args, kwargs, training, convention, limit
-        ),
+        "meta": lambda: _count_on_shapes(target, inputs, observed),
+        "meta, inputs too": lambda: _count_on_shapes(target, _without_values(inputs), observed),
+        "meta, experts as batched products": lambda: _count_with_other_experts(target, inputs, observed),
     }
     if may_run:
-        attempts["real"] = lambda: _count_for_real(target, args, kwargs, training, convention)
+        attempts["real"] = lambda: _count_for_real(target, inputs, observed)
     reasons: dict[str, str] = {}
     for method, attempt in attempts.items():
         try:
@@ -125,18 +124,14 @@ def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[
     raise CountError(f"a batch is a mapping, a sequence or a tensor, not {type(batch).__name__}")
 
 
-def _count_on_shapes(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    training: bool,
-    convention: Convention,
-    limit: Callable[[], None] | None = None,
-) -> FlopCount:
-    tensors = _shape_only_state(model)
-    args, kwargs = tree_map_only(torch.Tensor, _lent, (args, kwargs))
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a model is called with, by position and by name."""
+
+
+def _count_on_shapes(model: nn.Module, inputs: _Inputs, observed: Callable[..., FlopCount]) -> FlopCount:
+    tensors, lent = _shape_only_state(model), tree_map_only(torch.Tensor, _lent, inputs)
     with untouched(model, _lent), shadow():
-        return _observed(model, tensors, args, kwargs, training, convention, _autocast_dtype(), limit)
+        return observed(tensors, lent, autocast_to=_autocast_dtype())
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,24 +141,17 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to("cpu", copy=True)
 
 
-def _without_values(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_values(inputs: _Inputs) -> _Inputs:
     """For models that want gradients of their input, as wav2vec2 does. Integers are ids and masks, and keep theirs."""
 
     def emptied(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="meta") if tensor.is_floating_point() else tensor
 
-    lent: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, emptied, inputs)
+    lent: _Inputs = tree_map_only(torch.Tensor, emptied, inputs)
     return lent
 
 
-def _count_with_other_experts(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    training: bool,
-    convention: Convention,
-    limit: Callable[[], None] | None,
-) -> FlopCount:
+def _count_with_other_experts(model: nn.Module, inputs: _Inputs, observed: Callable[..., FlopCount]) -> FlopCount:
     """Experts that loop over the tokens each received need values; as one batched product they need none."""
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), _EXPERTS)}
     if not configs:
@@ -172,32 +160,30 @@ def _count_with_other_experts(
     try:
         for config in configs.values():
             setattr(config, _EXPERTS, _SHAPE_ONLY_EXPERTS)
-        return _count_on_shapes(model, args, kwargs, training, convention, limit)
+        return _count_on_shapes(model, inputs, observed)
     finally:
         for key, config in configs.items():
             setattr(config, _EXPERTS, before[key])
 
 
-def _count_for_real(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, convention: Convention
-) -> FlopCount:
+def _count_for_real(model: nn.Module, inputs: _Inputs, observed: Callable[..., FlopCount]) -> FlopCount:
     """Run the model itself, on copies of its buffers; of a large batch only the first sample, scaled."""
     if any(tensor.is_meta for tensor in model.parameters()):
         raise _NotApplicableError
-    samples, elements = _batch_size(args, kwargs)
+    samples, elements = _batch_size(*inputs)
     scale = samples if elements > MAX_REAL_ELEMENTS and samples > 1 else 1
     if scale > 1:
-        args, kwargs = _first_sample((args, kwargs), samples)
+        inputs = _first_sample(inputs, samples)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def borrow(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-    args, kwargs = tree_map_only(torch.Tensor, borrow, (args, kwargs))
+    inputs = tree_map_only(torch.Tensor, borrow, inputs)
     tensors = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     with untouched(model):
-        count = _observed(model, tensors, args, kwargs, training, convention)
+        count = observed(tensors, inputs)
     if scale == 1:
         return replace(count, method="real")
     return replace(count * scale, method=f"real, one sample of {scale}, scaled")
@@ -206,19 +192,19 @@ def _count_for_real(
 def _observed(
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: _Inputs,
+    *,
     training: bool,
     convention: Convention,
+    limit: Callable[[], None] | None,
     autocast_to: str | None = None,
-    limit: Callable[[], None] | None = None,
 ) -> FlopCount:
-    observation = Observation([model], count_fake=True, count_evaluation=True, limit=limit)
+    observation = Observation([model], is_training_step=False, limit=limit)
     # Backward runs inside too: checkpointing calls the model again from there.
     with torch.set_grad_enabled(training), reparametrize_module(model, dict(tensors), tie_weights=True):
         observation.start()
         try:
-            loss = loss_of(model(*args, **kwargs))
+            loss = loss_of(model(*inputs[0], **inputs[1]))
             if training and loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
         finally:
