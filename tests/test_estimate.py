@@ -219,9 +219,10 @@ def test_a_model_says_what_it_reads(make: Callable[[], nn.Module], reads: str, i
     assert (needs.reads, needs.is_sequence_first) == (reads, is_sequence_first)
 
 
-def watched(folder: Path, model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> Run:
+def watched(folder: Path, model: nn.Module, batches: list[dict[str, torch.Tensor]], *, patches: bool = True) -> Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = {"monitoring": {"mfu_calculation_mode": "estimate", "peak_flop_per_s": 1e12, "sinks": [], "report": False}}
+    settings = {"mfu_calculation_mode": "estimate", "peak_flop_per_s": 1e12, "sinks": [], "report": False}
+    config = {"monitoring": {**settings, "patches": patches}}
     monitor = watch(model, optimizer, output_dir=folder, config=config)
     for batch in batches:
         model(**batch).sum().backward()
@@ -258,3 +259,13 @@ def test_estimate_mode_reads_the_leaves_of_a_model_that_shapes_do_not_tell_of(tm
     run = watched(tmp_path, Peeking(), [{"x": torch.zeros(rows, H)} for rows in (4, 4, 9)])
     assert list(run.column("perf/model_flop")) == [2 * 2 * rows * H * FFN for rows in (4, 4, 9)]
     assert [event["method"] for event in run.named("count")] == [LEAVES]
+
+
+def test_where_nothing_of_torch_may_be_replaced_the_model_is_not_counted_on_shapes(tmp_path: Path) -> None:
+    model, calls = gpt(), []
+    model.head.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    expected = count_flops(model, ids(2, 40)).model_flop
+    run = watched(tmp_path, model, [ids(2, 40)] * 3, patches=False)
+    assert len(calls) == 3  # the steps' own
+    assert list(run.named("count")) == []
+    assert list(run.column("perf/model_flop")) == pytest.approx([expected] * 3)

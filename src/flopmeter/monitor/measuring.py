@@ -123,15 +123,15 @@ class FlopSource:
     def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called for the first time: autocast decides the dtype of what is only estimated so far.
 
-        In estimate mode this call is counted on shapes, in two seconds at most.
+        In estimate mode this call is counted on shapes, in two seconds at most, unless nothing may be replaced.
         """
         self.follow_model()
         device = self._device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             self._predictor.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
             self._find_peak(normalise_dtype(self._predictor.dtype))
-        if self.mode != "estimate" or len(self._roots) > 1 or not (args or kwargs):
-            return
+        if self.mode != "estimate" or len(self._roots) > 1 or not (args or kwargs) or not self._settings.patches:
+            return  # to count on shapes replaces functions of torch for a moment
         if self.is_changed():
             self.take_change(0)
         count = estimate_call(self._model, args, kwargs, training=True, convention=self._settings.convention)
