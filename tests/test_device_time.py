@@ -13,6 +13,7 @@ from torch import nn
 from flopmeter import TrainingMonitor, load_run, watch
 from flopmeter.devices import Peak
 from flopmeter.flops.frames import Batch
+from flopmeter.flops.workload import Workload
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.timing.events import DeviceStep, DeviceTimeline, PhaseTime
 from simulated_device import MS, US, SimulatedDevice, timeline_on
@@ -134,12 +135,13 @@ def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
     simulated = SimulatedDevice()  # while it captures, every record or query raises RuleBroken
     monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated))
 
-    def lengths(batch: Batch) -> list[int]:
-        assert not simulated.is_capturing, "a wait for the device, which spoils the graph"
-        assert batch.token_is_real is not None
-        return batch.token_is_real.sum(1).tolist()
+    read = Batch.workload
 
-    monkeypatch.setattr(Batch, "lengths", lengths)
+    def workload(batch: Batch) -> Workload:
+        assert not simulated.is_capturing, "a wait for the device, which spoils the graph"
+        return read(batch)
+
+    monkeypatch.setattr(Batch, "workload", workload)
     model = Text()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)

@@ -51,6 +51,14 @@ tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode: Callable[[], Any] = _get_current_dispatch_mode
 """The innermost mode that is on, or None."""
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether the program sees what is saved for a backward pass here. Early versions do not tell: perhaps."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
+
+
 sequence_nr: Callable[[], int] = _get_sequence_nr
 """The number that the next autograd node of this thread gets."""
 schemas_of: Callable[[str], Any] = torch._C._jit_get_schemas_for_operator

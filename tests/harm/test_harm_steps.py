@@ -282,11 +282,10 @@ def test_other_odd_arguments_stop_nothing_either(tmp_path: Path) -> None:
     run = trained(tmp_path, say)
     assert (len(run), done) == (6, list(range(6)))
     assert sum("forwrad" in message for message in warnings_of(run)) == 1
-    with (
-        pytest.raises(ConfigError, match="forwrad"),
-        watch(nn.Linear(1, 1), output_dir=tmp_path / "b").phase("forwrad"),
-    ):
+    monitor = watch(nn.Linear(1, 1), output_dir=tmp_path / "b")
+    with pytest.raises(ConfigError, match="forwrad"), monitor.phase("forwrad"):
         raise AssertionError("a phase that there is not")
+    monitor.finish_training()
 
 
 # --- steps without the root's forward

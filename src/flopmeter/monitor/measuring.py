@@ -28,7 +28,7 @@ from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.profiling import profiler_guard
 from flopmeter.schema import METRICS_BY_KEY, StepMark
 from flopmeter.step_facts import facts_of
-from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, num_dispatch_modes
+from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, has_saved_tensor_hooks, num_dispatch_modes
 
 logger = logging.getLogger("flopmeter")
 
@@ -123,7 +123,8 @@ class FlopSource:
     def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called for the first time: autocast decides the dtype of what is only estimated so far.
 
-        In estimate mode this call is counted on shapes, in two seconds at most, unless nothing may be replaced.
+        In estimate mode this call is counted on shapes, in two seconds at most, unless nothing may be replaced, or the
+        program looks on: at operators (a dispatch mode, a profiler) or at what is saved for a backward pass.
         """
         self.follow_model()
         device = self._device.type
@@ -132,6 +133,8 @@ class FlopSource:
             self._find_peak(normalise_dtype(self._predictor.dtype))
         if self.mode != "estimate" or len(self._roots) > 1 or not (args or kwargs) or not self._settings.patches:
             return  # to count on shapes replaces functions of torch for a moment
+        if self._blocker() is not None or has_saved_tensor_hooks():
+            return
         if self.is_changed():
             self.take_change(0)
         count = estimate_call(self._model, args, kwargs, training=True, convention=self._settings.convention)
