@@ -443,8 +443,9 @@ def test_a_terminal_that_closes_leaves_a_last_line_too_and_a_handler_from_before
 ) -> None:
     made = "monitor, train = loop(flush_s=1000.0)\ntrain(20)\nready()\ntime.sleep(60)"
     own = "def leave(*_): print('mine', flush=True); sys.exit(5)\nsignal.signal(signal.SIGHUP, leave)\n"
-    started = {"default": start(tmp_path / "default", READY + made), "own": start(tmp_path / "own", own + READY + made)}
-    answers = signalled(started, signal.SIGHUP)
+    usual = "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # under nohup a child is born deaf to it
+    programs = {"default": usual + READY + made, "own": own + READY + made}
+    answers = signalled({name: start(tmp_path / name, code) for name, code in programs.items()}, signal.SIGHUP)
     assert answers["default"][0] == -signal.SIGHUP
     assert load_run(tmp_path / "default" / "out").failure == "SIGHUP"
     assert (answers["own"][0], answers["own"][1].endswith("mine\n")) == (5, True)

@@ -39,11 +39,11 @@ def members(owner, name):
         if isinstance(value, KINDS):
             yield f"{name}.{key}", value
         elif "hook" in key and isinstance(value, (dict, list)):
-            yield f"{name}.{key}", tuple(map(id, value.values() if isinstance(value, dict) else value))
+            yield f"{name}.{key}", tuple(map(id, list(value.values() if isinstance(value, dict) else value)))
 
 def snapshot():
     found = {}
-    homes = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
+    homes = [name for name in list(sys.modules) if name == "torch" or name.startswith("torch.")]
     for name in [*homes, "builtins", "threading", "warnings", "logging", "pickle", "copy", "io", "os"]:
         module = sys.modules.get(name)
         if not isinstance(module, types.ModuleType):
