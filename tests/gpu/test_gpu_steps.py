@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,25 @@ def test_a_loop_with_everything_in_it_never_waits(tmp_path: Path) -> None:
     run = load_run(tmp_path)
     assert list(run.step) == list(range(1, 65))
     assert not [event for event in run.events if event["event"] == "warning"]
+
+
+def _collect(_: int) -> None:
+    gc.collect()
+
+
+def test_workers_that_are_forked_after_a_run_survive_what_it_left_to_the_garbage_collector(tmp_path: Path) -> None:
+    """Memory that is pinned may not be freed in a forked child: torch then aborts it."""
+    gc.collect()
+    gc.disable()
+    try:
+        for name in ("one", "two"):
+            loop = Loop()
+            with watched(loop, tmp_path / name, profile_steps=False) as monitor:
+                loop.losses(8, monitor)
+            del loop, monitor
+        assert len(list(DataLoader(range(8), num_workers=1, worker_init_fn=_collect))) == 8  # type: ignore[arg-type]
+    finally:
+        gc.enable()
 
 
 def test_events_time_each_phase_on_the_device(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from time import monotonic, sleep
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -190,6 +192,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     # The device is named, because the loop may have set another one as its default.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    _outlive_forks([host])
     return host.copy_(tensor, non_blocking=True)
 
 
@@ -225,6 +228,8 @@ class _Slots:
         with torch.inference_mode(False):  # what is made in an evaluation could be written nowhere else
             memory = torch.zeros(num_slots, dtype=torch.float32, device=home, pin_memory=is_cuda)
             slots = memory.unbind()
+        if is_cuda:
+            _outlive_forks(slots)
         self._free: list[tuple[torch.Tensor, Any]] = [(slot, _event(is_cuda)) for slot in slots]
         self._device = device
 
@@ -236,6 +241,19 @@ class _Slots:
         if event is not None:
             event.record(torch.cuda.current_stream(self._device))
         return LateNumber(slot, event, self._free)
+
+
+_pinned: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+_inherited: list[torch.Tensor] = []
+
+
+def _outlive_forks(tensors: Iterable[torch.Tensor]) -> None:
+    """To free pinned memory asks the device, and a forked child (a worker of a DataLoader) that does so is aborted."""
+    _pinned.update((id(tensor), tensor) for tensor in tensors)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _inherited.extend(_pinned.values()))
 
 
 def _event(is_cuda: bool) -> Any:
