@@ -520,3 +520,38 @@ def test_copies_of_the_model_on_threads_of_their_own_do_not_disturb_the_step(tmp
     ]
     assert all(math.isclose(number, 4, rel_tol=1e-6) for number in samples)
     assert "are not timed" in str(loaded.named("warning"))
+
+
+AT_EXIT = """
+import sys, time
+import torch.distributed as dist
+from flopmeter.distributed.exchange import Exchange, Greeting
+from flopmeter.distributed.mailbox import Mailbox
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+class Busy(Mailbox):  # for a while it asks again and again, as over a slow network: most of the time is inside torch
+    def has(self, names):
+        end_s = time.monotonic() + 2.0
+        while time.monotonic() < end_s:
+            super().has(names)
+        return False
+
+mailbox = Busy(store, "here")
+nothing = lambda *_: None
+exchange = Exchange(1, 2, Greeting(host="", device="", digest=""), lambda: mailbox, on_joined=nothing,
+                    on_packets=nothing, on_plan=nothing, on_off=nothing, join_s=60.0)
+exchange.start()
+while mailbox.num_calls["check"] == 0:
+    time.sleep(0.01)
+if sys.argv[1] == "closed":
+    exchange.close(0.0, b"")
+    assert exchange._thread.is_alive()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("ending", ["closed", "forgotten"])
+def test_a_process_that_ends_while_it_talks_to_a_store_is_not_aborted(ending: str) -> None:
+    answer = subprocess.run([sys.executable, "-c", AT_EXIT, ending], capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "done\n", "")

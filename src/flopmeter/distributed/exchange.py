@@ -10,6 +10,7 @@ packets of its group into one note, and rank 0 reads those.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import threading
@@ -28,6 +29,9 @@ FLAT_RANKS = 1024
 GROUP_RANKS = 64
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 1.0
 CLOSING_POLL_S = 0.02
+EXIT_S = 5.0
+"""So long may a call to the store keep a process that ends. Python ends a thread where it next takes the interpreter;
+if that is on the way out of a store's call, C++ cannot unwind and aborts the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +104,7 @@ class Exchange:
     def start(self) -> None:
         """Begin the handshake, in the background."""
         self._thread.start()
+        atexit.register(self._end_with_process)
 
     def note_first_step(self) -> None:
         """A step of this rank has ended: from here on the others are expected to be there."""
@@ -128,6 +133,14 @@ class Exchange:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(patience_s + 1.0)
+        if not self._thread.is_alive():
+            atexit.unregister(self._end_with_process)
+
+    def _end_with_process(self) -> None:
+        if self._thread.is_alive():  # not in a forked child, where its locks may be held for ever
+            self._patience_s = self._patience_s or 0.0
+            self._wake.set()
+            self._thread.join(EXIT_S)
 
     def _run(self) -> None:
         poll_s = FIRST_POLL_S

@@ -258,8 +258,10 @@ class Lifetime:
         self._join_job()
         self._worker.drain(1.0)  # a run that dies at once has left its header
         if self._at_exit is None:
-            self._at_exit = _finish_at_exit(self)
             self._clock.start()
+        else:  # behind the exchange's: what is registered last is called first
+            atexit.unregister(self._at_exit)
+        self._at_exit = _finish_at_exit(self)
         if self.config.monitoring.patches:
             ENDINGS.add(self)
 
