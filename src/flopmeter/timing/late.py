@@ -192,8 +192,9 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     # The device is named, because the loop may have set another one as its default.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    _outlive_forks([host])
-    return host.copy_(tensor, non_blocking=True)
+    copy = host.copy_(tensor, non_blocking=True)
+    _outlive_forks([copy])
+    return copy
 
 
 def is_ready(values: Mapping[str, Any]) -> bool:
