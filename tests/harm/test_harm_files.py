@@ -595,7 +595,7 @@ def test_kill_9_loses_a_bounded_number_of_steps_where_our_thread_seldom_gets_a_t
     program = """
         monitor, train = loop(flush_s=1000.0, mfu_calculation_mode="estimate")
         sleep = time.sleep
-        time.sleep = lambda s: sleep(s if threading.current_thread() is threading.main_thread() else max(s, 0.3))
+        time.sleep = lambda s: sleep(s if threading.current_thread() is threading.main_thread() else max(s, 0.1))
         train(2000)
         os.kill(os.getpid(), signal.SIGKILL)
         """
