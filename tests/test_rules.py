@@ -466,6 +466,12 @@ class TestMemoryBound:
         assert gain_of(finding) == pytest.approx((1 / 0.85 - 1, 1 / 0.7 - 1, 1 / 0.6 - 1))
         assert finding.evidence == ("the longest of them in a step: aten::gelu 60 ms",)
 
+    def test_matmuls_and_collectives_of_a_gpu_are_not_among_them(self, tmp_path: Path) -> None:
+        kernels = ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNN", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "pow_kernel")
+        top = tuple((name, 0.060, 9) for name in kernels)
+        finding = find("memory_bound", tmp_path, self.moving.but(top=top))
+        assert finding.evidence == ("the longest of them in a step: pow_kernel 60 ms",)
+
     def test_a_compiled_model_is_promised_nothing(self, tmp_path: Path) -> None:
         assert find("memory_bound", tmp_path, self.moving.but(facts={"is_compiled": True})).gain is None
 

@@ -472,11 +472,11 @@ def test_the_loops_own_code_is_the_cost_where_it_takes_more(tmp_path: Path) -> N
 
 
 def test_operators_that_move_memory_in_numbers(tmp_path: Path) -> None:
-    names = [f"{letter * 50}" for letter in "uvwxyz"]
+    names = [f"{letter * 70}" for letter in "uvwxyz"]
     top = tuple((name, 0.020, 1) for name in names)
     plan = PLAN.but(non_matmul_s=0.120, top=top)
     finding = find("memory_bound", tmp_path, plan)
-    shown = ", ".join(f"{letter * 40} 20 ms" for letter in "uvwx")
+    shown = ", ".join(f"{letter * 60} 20 ms" for letter in "uvwx")
     assert finding.evidence == (f"the longest of them in a step: {shown}",)
     assert finding.advice[0] == "torch.compile(model): it fuses chains of them"
     assert gain_of(finding) == faster(200, 30, 60, 80)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 
+from flopmeter.devices.kernels import is_communication, is_matmul, short_name
 from flopmeter.diagnosis._evidence import Evidence
 from flopmeter.diagnosis._finding import Finding
 from flopmeter.text import percent, seconds
@@ -22,8 +23,8 @@ from flopmeter.text import percent, seconds
 MIN_SHARE = 0.4
 """Eager transformers of middling width spend a quarter to a third on it, convolutional nets a little more."""
 
-_OTHERS = r"mm(_|$)|gemm|conv|attention|cutlass|nccl|gloo|memcpy|optimizer|fused_adam"
-"""Names of matmuls, communication and updates, which are none of these operators."""
+_OTHERS = re.compile(r"mm(_|$)|conv|gloo|memcpy|optimizer|fused_?adam", re.IGNORECASE)
+"""Names of matmuls, communication and updates on a CPU, and of copies: none of these operators."""
 
 
 def check(evidence: Evidence) -> Finding | None:
@@ -33,8 +34,8 @@ def check(evidence: Evidence) -> Finding | None:
         return None
     is_compiled = evidence.facts.get("is_compiled") is True
     rows = evidence.sampled.top if evidence.sampled else ()
-    own = [row for row in rows if not re.search(_OTHERS, row[0], re.IGNORECASE)]
-    longest = ", ".join(f"{name[:40]} {seconds(own_s)}" for name, own_s, _ in own[:4])
+    own = [row for row in rows if not (is_matmul(row[0]) or is_communication(row[0]) or _OTHERS.search(row[0]))]
+    longest = ", ".join(f"{short_name(name)[:60]} {seconds(own_s)}" for name, own_s, _ in own[:4])
     return Finding(
         rule="memory_bound",
         title=f"operators other than matmuls take {percent(share)} of the time",
