@@ -74,7 +74,8 @@ test-versions: $(VENV)/.ready-test
 # The short form only shows that every benchmark runs: the figures on file come from full runs on a quiet machine.
 results: $(VENV)/.ready-test
 	@for line in "overhead.py --quick" "profiler_cost.py --quick" "report.py --short" "planted.py --quick" "distributed.py --quick" \
-	  "soak.py --short" "run_script.py --short" "integrations.py --short" "mutation.py --quick" "waterfall.py --quick"; do \
+	  "soak.py --short" "run_script.py --short" "integrations.py --short" "mutation.py --quick" "waterfall.py --quick" "wild.py --short" \
+	  "prediction.py --quick" "tried.py --short"; do \
 	  echo "benchmarks/$$line"; $(BIN)/python benchmarks/$$line > $(VENV)/result.txt || exit 1; done
 	$(BIN)/python scripts/write_results.py
 

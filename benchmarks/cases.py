@@ -145,11 +145,11 @@ def math_attention() -> AbstractContextManager[Any]:
 
 
 class Attention(nn.Module):
-    """Causal self-attention by "sdpa", by "einsum", or by "flex"."""
+    """Self-attention: causal by "sdpa", by "einsum" or by "flex", or of "all" by all."""
 
     def __init__(self, hidden: int, num_heads: int, kind: str) -> None:
         super().__init__()
-        self.num_heads, self.attend = num_heads, {"sdpa": _sdpa, "einsum": _einsum, "flex": _flex}[kind]
+        self.num_heads, self.attend = num_heads, _KINDS[kind]
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,6 +174,13 @@ def _flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     result = flex_attention(q, k, v, block_mask=_past_mask(q.shape[-2]))
     assert isinstance(result, Tensor)
     return result
+
+
+def _all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+_KINDS = {"sdpa": _sdpa, "einsum": _einsum, "flex": _flex, "all": _all}
 
 
 @cache
@@ -234,6 +241,143 @@ class LstmModel(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x, _ = self.lstm(self.tokens(input_ids))
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class MtpGpt(Gpt):
+    """With one module for the token after next (DeepSeek-V3, arXiv:2412.19437 section 2.2): a layer over the trunk's
+    state and the embedding of the next token, joined by a projection, and the trunk's own head."""
+
+    def __init__(self, c: Any, length: int) -> None:
+        super().__init__(c, length, "sdpa")
+        width = c.n_embd
+        self.join, self.attention = nn.Linear(2 * width, width, bias=False), Attention(width, c.n_head, "sdpa")
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.positions.weight
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            x = x + attention(x)
+            x = x + mlp(x)
+        ahead = self.join(torch.cat([x[:, :-1], self.tokens(input_ids[:, 1:])], -1))
+        ahead = ahead + self.attention(ahead)
+        ahead = ahead + self.mlp(ahead)
+        losses = [
+            F.cross_entropy(self.lm_head(state).flatten(0, 1), ids.flatten())
+            for state, ids in ((x, labels), (ahead, labels[:, 1:]))
+        ]
+        return torch.stack(losses).sum()
+
+
+class Dit(nn.Module):
+    """A diffusion transformer (arXiv:2212.09748) whose blocks are scaled and shifted by what is known of the image."""
+
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        width = c.hidden_size
+        self.patches = nn.Conv2d(c.num_channels, width, c.patch_size, c.patch_size)
+        self.time = nn.Sequential(nn.Linear(c.time_size, width), nn.SiLU(), nn.Linear(width, width))
+        self.kind = nn.Embedding(c.num_labels, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "modulation": nn.Linear(width, 6 * width),
+                    "attention": Attention(width, c.num_attention_heads, "all"),
+                    "mlp": nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
+                }
+            )
+            for _ in range(c.num_hidden_layers)
+        )
+        self.modulation = nn.Linear(width, 2 * width)
+        self.noise = nn.Linear(width, c.num_channels * c.patch_size**2)
+
+    def forward(self, pixel_values: Tensor, time: Tensor, labels: Tensor) -> Tensor:
+        x = self.patches(pixel_values).flatten(2).transpose(1, 2)
+        known = F.silu(self.time(time) + self.kind(labels))
+        for block in self.blocks:
+            shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = block["modulation"](known)[:, None].chunk(6, -1)  # type: ignore[index]
+            x = x + gate * block["attention"](x * (1 + scale) + shift)  # type: ignore[index]
+            x = x + mlp_gate * block["mlp"](x * (1 + mlp_scale) + mlp_shift)  # type: ignore[index]
+        shift, scale = self.modulation(known)[:, None].chunk(2, -1)
+        return self.noise(x * (1 + scale) + shift).square().mean()
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """As the 4-bit layers of bitsandbytes: the weight is made when it is needed, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad @ ctx.weight, None
+
+
+class Quantized(nn.Module):
+    """Blocks of two frozen layers with adapters, each block checkpointed (QLoRA, arXiv:2305.14314)."""
+
+    def __init__(self, num_blocks: int, width: int, inner: int, rank: int, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        shapes = [(width, inner), (inner, width)] * num_blocks
+        self.frozen = nn.ParameterList(nn.Parameter(torch.randn(o, i) / i**0.5, requires_grad=False) for i, o in shapes)
+        self.down = nn.ModuleList(nn.Linear(i, rank, bias=False) for i, _ in shapes)
+        self.up = nn.ModuleList(nn.Linear(rank, o, bias=False) for _, o in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        def block(x: Tensor, first: int) -> Tensor:
+            for i in (first, first + 1):
+                x = F.gelu(_FrozenProduct.apply(x, self.frozen[i]) + self.up[i](self.down[i](x)))  # type: ignore[no-untyped-call]
+            return x
+
+        for first in range(0, len(self.frozen), 2):
+            x = x + checkpoint(block, x, first, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+class Unpadding(nn.Module):
+    """An encoder that drops padding before its layers; samples attend within themselves (ModernBERT)."""
+
+    def __init__(self, c: Any, vocab_size: int) -> None:
+        super().__init__()
+        width = c.hidden_size
+        self.num_heads, self.tokens = c.num_attention_heads, nn.Embedding(vocab_size, width)
+        self.qkvs = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(c.num_hidden_layers))
+        self.outs = nn.ModuleList(nn.Linear(width, width) for _ in range(c.num_hidden_layers))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, c.intermediate_size), nn.GELU(), nn.Linear(c.intermediate_size, width))
+            for _ in range(c.num_hidden_layers)
+        )
+        self.head = nn.Linear(width, c.num_labels)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
+        is_real = attention_mask.bool()
+        sample = torch.arange(len(input_ids))[:, None].expand_as(input_ids)[is_real]
+        mask = sample[:, None] == sample
+        x = self.tokens(input_ids)[is_real]
+        for qkv, out, mlp in zip(self.qkvs, self.outs, self.mlps, strict=True):
+            query, key, value = qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(1, 2, 0, 3)[:, None]
+            x = x + out(F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[0].transpose(0, 1).flatten(1))
+            x = x + mlp(x)
+        return F.cross_entropy(self.head(x), labels[is_real] % self.head.out_features)
+
+
+def text_with_pictures(lengths: Sequence[int], padded_to: int, vocab_size: int, image_size: int, tokens: int) -> Batch:
+    """One image in each sample; token 1 stands for a patch of it."""
+    batch = text(lengths, padded_to, vocab_size)
+    batch["input_ids"][:, 2 : 2 + tokens] = 1
+    return {**batch, "pixel_values": torch.randn(len(lengths), 3, image_size, image_size)}
+
+
+def noisy_images(num_images: int, size: int, c: Any) -> Batch:
+    return {
+        "pixel_values": torch.randn(num_images, c.num_channels, size, size),
+        "time": torch.randn(num_images, c.time_size),
+        "labels": torch.randint(0, c.num_labels, (num_images,)),
+    }
 
 
 def flex_case(num_samples: int, length: int, hidden: int, num_heads: int) -> Case:

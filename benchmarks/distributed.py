@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,10 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from flopmeter import TrainingMonitor
-from flopmeter.demo.gpt import GPT, GPTConfig
-from flopmeter.distributed.exchange import FLAT_RANKS, GROUP_RANKS
-from flopmeter.distributed.packet import FIELDS, PACKET_BYTES, unpack
+from flopmeter.demo import GPT, GPTConfig
+from flopmeter.distributed.exchange import Mailbox
+from flopmeter.distributed.packet import FIELDS, PACKET_BYTES, JobScale, describe, metrics_of, scale_of, unpack
 from flopmeter.distributed.stragglers import StragglerWatch
-from flopmeter.distributed.summary import JobScale, describe, metrics_of, scale_of
 from outcome import add_record_option, finish
 
 BENCHMARK_VERSION = 2
@@ -66,9 +66,9 @@ class Job:
         self.monitor.start_training()
         self.model = model
         self.ids = torch.randint(SIZES.vocabulary, (BATCH_SIZE, SIZES.length))
-        assert self.monitor._ranks is not None
-        assert self.monitor._worker is not None
-        self.ranks, self.worker = self.monitor._ranks, self.monitor._worker
+        assert self.monitor.run.ranks is not None
+        assert self.monitor.run.worker is not None
+        self.ranks, self.worker = self.monitor.run.ranks, self.monitor.run.worker
         self.calls_s = 0.0
         """What the training thread has spent in the statistics' calls."""
         for name in ("on_backward", "on_backward_end", "_queue", "_note_computed", "take"):
@@ -86,8 +86,8 @@ class Job:
 
     def take_part(self, is_on: bool) -> None:
         monitor = self.monitor
-        monitor._digest.ranks = self.ranks if is_on else None
-        monitor._tracker.blocking = self.ranks.blocking if is_on else None
+        monitor.run.digest.ranks = self.ranks if is_on else None
+        monitor.recorder.blocking = self.ranks.blocking if is_on else None
         self.ranks.blocking.attach() if is_on else self.ranks.blocking.detach()
 
     def block(self) -> dict[str, float]:
@@ -107,9 +107,26 @@ class Job:
         return {"exchange": self.ranks.exchange.cpu_s, "output": self.worker.cpu_s, "training": self.calls_s}
 
 
+def count_calls() -> Counter[str]:
+    """Calls to the store from here on, by what is asked."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, original: Any) -> Any:
+        def call(self: Mailbox, what: Any) -> Any:
+            calls[name] += 1
+            return original(self, what)
+
+        return call
+
+    for name in ("put", "has", "read"):
+        setattr(Mailbox, name, counted(name, getattr(Mailbox, name)))
+    return calls
+
+
 def work(folder: Path, num_steps: int) -> None:
     """What each rank runs."""
     torch.set_num_threads(1)
+    calls = count_calls()
     dist.init_process_group("gloo")
     job = Job(folder)
     job.block()
@@ -118,9 +135,7 @@ def work(folder: Path, num_steps: int) -> None:
         for is_on in (True, False) if pair % 2 else (False, True):
             job.take_part(is_on)
             blocks[is_on].append(job.block())
-    exchange = job.ranks.exchange
-    calls = dict(exchange.mailbox.num_calls) if exchange.mailbox is not None else {}
-    answer = {"on_s": blocks[True], "off_s": blocks[False], "calls": calls}
+    answer = {"on_s": blocks[True], "off_s": blocks[False], "calls": dict(calls)}
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(answer))
     job.monitor.finish_training()
     dist.destroy_process_group()
@@ -175,14 +190,12 @@ def simulate(num_ranks: int) -> dict[str, Any]:
         scale_of(table, [1] * num_ranks, alone, is_alike=True)
         watch.update(table)
         times_s.append(time.thread_time() - start_s)
-    is_flat = num_ranks <= FLAT_RANKS
     return {
         "ranks": num_ranks,
         "arithmetic_ms": statistics.median(times_s) * 1e3,
         "bytes_per_rank": PACKET_BYTES,
         "bytes_to_rank_0": num_ranks * PACKET_BYTES,
-        "notes_read_by_rank_0": num_ranks if is_flat else -(-num_ranks // GROUP_RANKS),
-        "notes_read_by_a_leader": 0 if is_flat else GROUP_RANKS,
+        "notes_read_by_rank_0": num_ranks,
     }
 
 

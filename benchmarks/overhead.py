@@ -11,10 +11,12 @@ the standard error of the median. The plain loop, which has nothing to switch an
 go on to `--long` steps.
 
 The second table is what a step costs when the step itself costs nothing: CPU time of the training thread, CPU of the
-whole process and wall time of a tiny model, on against off, in blocks of 1,000 steps in turn. They are that long
-because the background writes every 200 steps, and the two threads get into each other's way meanwhile: blocks of 25
-steps saw half of the cost. `by itself` is the same code called again and again with nothing in between, so that it
-stays in the cache. TraceML, if it is installed, runs in a process of its own (`peer_traceml.py`), because its patches
+whole process and wall time of a tiny model, on against off, in blocks of 1,000 steps, all variants in turn. They are
+that long because the background writes every 200 steps, and the two threads get into each other's way meanwhile: blocks
+of 25 steps saw half of the cost. `times` holds the thread and the process against Python functions that do nothing in
+the same six places: two hooks on the model, two on the optimizer, a wrapper around the backward pass and one around the
+loader. `by itself` is the same code called again and again with nothing in between, so that it stays in the cache.
+TraceML, if it is installed, runs in a process of its own (`peer_traceml.py`), because its patches
 reach every model of a process.
 
 `before` does what careless loops do: a profiled step every 50 steps and a broadcast of the result, `.item()` per
@@ -49,16 +51,18 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from flopmeter import TrainingMonitor, count_flops, load_run, watch
-from flopmeter.demo.gpt import GPT, GPTConfig
-from flopmeter.demo.text import SyntheticText
+from flopmeter.demo import GPT, GPTConfig, SyntheticText
+from flopmeter.hook_hiding import replace_attribute
+from flopmeter.torch_compat import LoaderIterator
 from outcome import add_record_option, finish
 
-BENCHMARK_VERSION = 5
+BENCHMARK_VERSION = 6
 SIZES = GPTConfig(num_layers=3, hidden=128, num_heads=4, length=96)
 BATCH_SIZE = 8
 START_STEPS = 5
 """Steps before the race: the warm-up and the first measured step, whose surplus counts all the same."""
 TINY_BLOCK, SETTLE_S = 1000, 0.1
+NOTHING = "hooks that do nothing"
 LONG_VARIANTS = ("baseline", "flopmeter estimate", "flopmeter smart")
 ALL_SINKS = ["console", "tensorboard", "prometheus", "wandb"]
 FREQUENCIES = (1, 10, 50, 100, 500)
@@ -136,12 +140,12 @@ class Variant:
 
 def switch_hooks(monitor: TrainingMonitor, loop: Loop | TinyLoop, *, is_on: bool) -> None:
     """Take a monitor's hooks away, or put them back as `watch` does."""
-    monitor._hooks.remove()
+    monitor.run.hooks.remove()
     if is_on:
-        monitor._hooks.attach_models(loop.model)
-        monitor._hooks.attach_optimizer(loop.optimizer)
-        monitor._hooks.attach_loader(loop.loader)
-        monitor._clock.take()  # what lies between is no step's time
+        monitor.run.hooks.attach_models(loop.model)
+        monitor.run.hooks.attach_optimizer(loop.optimizer)
+        monitor.run.hooks.attach_loader(loop.loader)
+        monitor.recorder.clock.take()  # what lies between is no step's time
 
 
 class Flopmeter(Variant):
@@ -160,8 +164,8 @@ class Flopmeter(Variant):
 
     @property
     def is_measuring(self) -> bool:
-        source = self._monitor.marks.source
-        return source.is_measuring or self._monitor._effort.sampling.running is not None
+        source = self._monitor.recorder.source
+        return source.is_measuring or self._monitor.run.effort.sampling.running is not None
 
     def close(self) -> dict[str, Any]:
         self._monitor.finish_training()
@@ -398,9 +402,44 @@ class TinyLoop:
         return {name: seconds / num_steps * 1e6 for name, seconds in found.items()}
 
 
-class TinyWatched(TinyLoop):
-    def __init__(self, sinks: list[str]) -> None:
+class TinyNothing(TinyLoop):
+    """Functions that do nothing where flopmeter has its hooks: what torch and Python take for being watched at all."""
+
+    def __init__(self) -> None:
         super().__init__()
+        self._undo: list[Callable[[], None]] = []
+
+    def switch(self, *, is_on: bool) -> None:
+        while self._undo:
+            self._undo.pop()()
+        if not is_on:
+            return
+
+        def nothing(*_: Any) -> None:
+            pass
+
+        original_backward, original_next = torch.autograd.backward, LoaderIterator.__next__
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            return original_backward(*args, **kwargs)
+
+        def fetch(iterator: Any) -> Any:
+            return original_next(iterator)
+
+        self._undo += [
+            self.model.register_forward_pre_hook(nothing, with_kwargs=True).remove,
+            self.model.register_forward_hook(nothing).remove,
+            self.optimizer.register_step_pre_hook(nothing).remove,
+            self.optimizer.register_step_post_hook(nothing).remove,
+            replace_attribute(torch.autograd, "backward", backward),
+            replace_attribute(LoaderIterator, "__next__", fetch),
+        ]
+
+
+class TinyWatched(TinyLoop):
+    def __init__(self, sinks: list[str], *, logs: bool = True) -> None:
+        super().__init__()
+        self._logs = logs
         config = {
             "monitoring": {"sinks": sinks, "peak_flop_per_s": 1e12},
             "wandb": {"project": "overhead"},
@@ -415,7 +454,7 @@ class TinyWatched(TinyLoop):
         self.monitor.latest(wait_s=1.0)
 
     def by_itself(self) -> Callable[[], None]:
-        marks, ids, number = self.monitor.marks, torch.zeros(2, 4, dtype=torch.long), torch.ones(())
+        marks, ids, number = self.monitor.recorder, torch.zeros(2, 4, dtype=torch.long), torch.ones(())
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
         def one() -> None:
@@ -432,7 +471,8 @@ class TinyWatched(TinyLoop):
         return one
 
     def after_step(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        self.monitor.log_step(self.step, 0, loss, grad_norm, 0.1)
+        if self._logs:
+            self.monitor.log_step(self.step, 0, loss, grad_norm, 0.1)
 
     def close(self) -> None:
         self.monitor.finish_training()
@@ -471,18 +511,30 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def steady_cost(num_pairs: int, make: Callable[[], TinyLoop]) -> dict[str, float]:
-    """What a watched step costs beyond a plain one, blocks of both in turn."""
-    loop = make()
-    loop.block(TINY_BLOCK, is_on=True)  # the warm-up and the observed step are behind us
+def steady_costs(num_pairs: int, loops: dict[str, TinyLoop]) -> dict[str, dict[str, float]]:
+    """What a watched step costs beyond a plain one of the same loop, blocks of all loops in turn."""
     chance = random.Random(0)
-    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    found: dict[str, dict[bool, list[dict[str, float]]]] = {name: {True: [], False: []} for name in loops}
+    for loop in loops.values():
+        loop.block(TINY_BLOCK, is_on=True)  # the warm-up and the observed step are behind us
     for _ in range(num_pairs):
-        for is_on in chance.sample((True, False), 2):
-            found[is_on].append(loop.block(TINY_BLOCK, is_on=is_on))
-    result: dict[str, float] = {"steps": num_pairs * TINY_BLOCK}
+        for name in chance.sample(list(loops), len(loops)):
+            for is_on in chance.sample((True, False), 2):
+                found[name][is_on].append(loops[name].block(TINY_BLOCK, is_on=is_on))
+            loops[name].switch(is_on=False)
+    results = {name: _cost(blocks, loops[name]) for name, blocks in found.items()}
+    nothing = results.get(NOTHING, {})
+    for result in results.values():
+        for key in ("thread", "process"):
+            if nothing.get(f"added_{key}_us", 0.0) > 0:
+                result[f"times_{key}"] = result[f"added_{key}_us"] / nothing[f"added_{key}_us"]
+    return results
+
+
+def _cost(blocks: dict[bool, list[dict[str, float]]], loop: TinyLoop) -> dict[str, float]:
+    result: dict[str, float] = {"steps": len(blocks[True]) * TINY_BLOCK}
     for key in ("thread_us", "process_us", "wall_us"):
-        off, on = ([block[key] for block in found[is_on]] for is_on in (False, True))
+        off, on = ([block[key] for block in blocks[is_on]] for is_on in (False, True))
         result[f"plain_{key}"] = statistics.median(off)
         added = [b - a for a, b in zip(off, on, strict=True)]
         result[f"added_{key}"], result[f"error_{key}"] = median_and_error(added)
@@ -520,23 +572,30 @@ def traceml_cost(num_pairs: int) -> dict[str, float]:
 def tiny_costs(num_pairs: int, is_quick: bool) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_SILENT", "true")
-    cases: dict[str, Callable[[], dict[str, float]]] = {
-        "a plain loop": lambda: steady_cost(num_pairs, TinyLoop),
-        "flopmeter, no sinks": lambda: steady_cost(num_pairs, lambda: TinyWatched([])),
+    cases: dict[str, Callable[[], TinyLoop]] = {
+        "a plain loop": TinyLoop,
+        NOTHING: TinyNothing,
+        "flopmeter, hooks alone": lambda: TinyWatched([], logs=False),
+        "flopmeter, no sinks": lambda: TinyWatched([]),
     }
     if not is_quick:
         cases |= {
-            "flopmeter, all sinks": lambda: steady_cost(num_pairs, lambda: TinyWatched(ALL_SINKS)),
-            "Lightning Throughput, arithmetic only": lambda: steady_cost(num_pairs, TinyThroughput),
-            "TraceML": lambda: traceml_cost(num_pairs),
+            "flopmeter, all sinks": lambda: TinyWatched(ALL_SINKS),
+            "Lightning Throughput, arithmetic only": TinyThroughput,
         }
-    found: dict[str, dict[str, float]] = {}
+    loops: dict[str, TinyLoop] = {}
     missing: dict[str, str] = {}
-    for name, measure in cases.items():
+    for name, make in cases.items():
         try:
-            found[name] = measure()
+            loops[name] = make()
         except Exception as error:  # noqa: BLE001 - a peer that is not installed must not stop the others
             missing[name] = f"{type(error).__name__}: {error}"
+    found = steady_costs(num_pairs, loops)
+    if not is_quick:
+        try:
+            found["TraceML"] = traceml_cost(num_pairs)
+        except Exception as error:  # noqa: BLE001 - as above
+            missing["TraceML"] = f"{type(error).__name__}: {error}"
     return found, missing
 
 
@@ -571,14 +630,16 @@ def show(results: dict[str, dict[str, Any]], missing: dict[str, str], tiny: dict
     for every in FREQUENCIES if per_step_ms is not None else ():
         console.print(f"profile every {every:>3} steps -> {max(0.0, per_step_ms) / every / step_ms * 100:.2f} %")
     tiny_table = Table(title="A steady step of a tiny model: microseconds beyond the plain one (standard error)")
-    for heading in ("who", "training thread", "by itself", "whole process", "wall", "plain step, wall", "wall ratio"):
+    headings = ("training thread", "by itself", "whole process", "wall", "plain step, wall", "wall ratio", "times")
+    for heading in ("who", *headings):
         tiny_table.add_column(heading, justify="left" if heading == "who" else "right")
     for name, cost in tiny.items():
         cells = [
             f"{cost[f'added_{key}']:.1f} ({cost[f'error_{key}']:.1f})" for key in ("thread_us", "process_us", "wall_us")
         ]
         cells.insert(1, f"{cost['by_itself_us']:.1f}" if "by_itself_us" in cost else "-")
-        tiny_table.add_row(name, *cells, f"{cost['plain_wall_us']:.0f}", f"{cost['wall_ratio']:.3f}")
+        times = " / ".join(f"{cost[key]:.1f}" for key in ("times_thread", "times_process") if key in cost)
+        tiny_table.add_row(name, *cells, f"{cost['plain_wall_us']:.0f}", f"{cost['wall_ratio']:.3f}", times)
     console.print(tiny_table)
 
 

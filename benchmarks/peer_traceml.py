@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import traceml_ai as traceml
 
-from overhead import TinyLoop, steady_cost
+from overhead import TinyLoop, steady_costs
 
 
 class TinyTraced(TinyLoop):
@@ -41,4 +41,4 @@ class TinyTraced(TinyLoop):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     traceml.init(mode="auto")
-    print(json.dumps({"traceml": steady_cost(int(sys.argv[1]), TinyTraced)}), flush=True)
+    print(json.dumps(steady_costs(int(sys.argv[1]), {"traceml": TinyTraced()})), flush=True)

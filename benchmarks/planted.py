@@ -1,13 +1,16 @@
 """How often is the diagnosis right? Every planted fault at random sizes, and what removing it really brought.
 
     python benchmarks/planted.py [--seconds 15] [--runs 3] [--plants slow_disk,fp64] [--workloads gpt,conv,hf]
-                                 [--none-runs 20] [--pairs 10] [--quick] [--record benchmarks/results/planted.json]
+                                 [--none-runs 20] [--pairs 10] [--loops sleep,item] [--quick]
+                                 [--record benchmarks/results/planted.json]
 
 Each run with a fault stands between two twins without it, half as long, in the same setting: the work per second with
 the fault and the mean of that without say what it really cost, also on a machine that gets slower or faster meanwhile.
 The rules' thresholds were set on the GPT; the other workloads only score them. Text is compared by tokens that are not
-padding, images by samples. Training has one thread, so that a loader that computes does not take it away. Sizes come
-from a fixed seed. The last line printed is JSON; failures are in it.
+padding, images by samples. Ordinary loops (`ordinary_loops.py`) have no fault in them: one that is accused of what it
+does in passing is a false alarm. On a machine that is busy with other things, `cpu_contention` is true of every run:
+then the finding after it is judged, and the run counts as starved. Training has one thread, so that a loader that
+computes does not take it away. Sizes come from a fixed seed. The last line printed is JSON; failures are in it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections import Counter, defaultdict
@@ -30,12 +35,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from flopmeter import load_run
-from flopmeter.demo import PLANTS, WORKLOADS, Plant, Planted, WorkloadName, find_plant, run_demo
-from flopmeter.diagnosis import diagnose
+from flopmeter.diagnosis import Finding, diagnose
 from flopmeter.record import Run
+from ordinary_loops import TRUTH
 from outcome import add_record_option, finish
+from plant_training import run_demo
+from plants import PLANTS, WORKLOADS, Plant, Planted, WorkloadName, find_plant
 
-BENCHMARK_VERSION = 3
+BENCHMARK_VERSION = 4
 SEED = 20
 TUNED_ON = "gpt"
 NONE = "none"
@@ -45,6 +52,10 @@ MIN_STEPS = 40
 QUIET: dict[str, dict[str, list[str]]] = {"monitoring": {"sinks": []}}
 UNEVEN = {"gc_storm"}
 """Faults that hit some steps and not others: their mean counts, not their median."""
+LOOP = "loop"
+STARVED = "cpu_contention"
+BUSY_SECONDS = 30.0
+"""The process's CPU time is sampled every ten seconds, and its first sample has no rate."""
 ALONE = (NONE, "tiny_batch")
 """Not for pairs: the one is no fault, the other changes all sizes."""
 
@@ -77,6 +88,8 @@ class Outcome:
     """The first finding of the runs without the faults: of the one that is not healthy, if any."""
     real_gain: float | None = None
     """Work per second without the faults over that with them, minus one."""
+    is_starved: bool = False
+    """Whether the machine kept the run from its core, and the verdict is the finding after that."""
     num_steps: int = 0
     """Steady steps of the run with the faults."""
     error: str = ""
@@ -146,17 +159,38 @@ def run_trial(trial: Trial, seconds: float, min_steps: int, folder: Path) -> Out
     return outcome
 
 
+def run_loop(kind: str, seconds: float, folder: Path) -> Outcome:
+    """An ordinary loop under `flopmeter run`, as its own process."""
+    outcome = Outcome(workload=LOOP, planted={kind: 1.0}, wanted=list(TRUTH[kind]))
+    length_s = max(seconds, BUSY_SECONDS) if kind == "busy" else seconds
+    program = Path(__file__).with_name("ordinary_loops.py")
+    command = [sys.executable, "-m", "flopmeter", "run", "-o", str(folder), str(program), kind, str(length_s)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+        _judge(outcome, load_run(folder), ())
+    except Exception as error:  # noqa: BLE001 - a trial that fails is a result, and must not end the others
+        outcome.error = f"{type(error).__name__}: {error}"
+    return outcome
+
+
 def _judge(outcome: Outcome, faulty: Run, twins: Sequence[Run]) -> None:
     found = diagnose(faulty).findings
     outcome.findings = [(finding.rule, finding.gain.expected if finding.gain else None) for finding in found]
-    outcome.verdict = found[0].rule if found else "nothing"
+    outcome.verdict = _verdict(found, outcome.wanted)
+    outcome.is_starved = outcome.verdict != (found[0].rule if found else "nothing")
     outcome.num_steps = len(faulty.steady())
     if twins:
-        verdicts = [found[0].rule if (found := diagnose(twin).findings) else "nothing" for twin in twins]
+        verdicts = [_verdict(diagnose(twin).findings, ()) for twin in twins]
         outcome.twin_verdict = next((verdict for verdict in verdicts if verdict != "healthy"), "healthy")
         typical = fmean if UNEVEN & outcome.planted.keys() else median
         without = fmean(work_per_s(twin, typical) for twin in twins)
         outcome.real_gain = without / work_per_s(faulty, typical) - 1
+
+
+def _verdict(found: Sequence[Finding], wanted: Sequence[str]) -> str:
+    """The first finding; on a starved machine the one after that, unless starving was the fault."""
+    own = [finding.rule for finding in found if finding.rule != STARVED or STARVED in wanted]
+    return own[0] if own else "healthy" if found else "nothing"
 
 
 def work_per_s(run: Run, typical: Callable[[Iterable[float]], float]) -> float:
@@ -177,7 +211,8 @@ def work_per_s(run: Run, typical: Callable[[Iterable[float]], float]) -> float:
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, object]:
     """Shares of right verdicts and of right gains; trials without a verdict count as wrong."""
-    single = [outcome for outcome in outcomes if len(outcome.planted) == 1]
+    loops = [outcome for outcome in outcomes if outcome.workload == LOOP]
+    single = [outcome for outcome in outcomes if len(outcome.planted) == 1 and outcome.workload != LOOP]
     faults = [outcome for outcome in single if NONE not in outcome.planted]
     healthy = [outcome for outcome in single if NONE in outcome.planted]
     pairs = [outcome for outcome in outcomes if len(outcome.planted) > 1]
@@ -189,8 +224,10 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "false_alarms": [sum(not o.is_right for o in healthy), len(healthy)],
         "twin_false_alarms": [sum(o.twin_verdict != "healthy" for o in faults if o.twin_verdict), len(faults)],
         "right_pairs": _share(pairs),
+        "right_loops": _share(loops),
         "gains": gains,
         "plants_with_right_gain": [sum(bool(row["is_right"]) for row in gains.values()), len(gains)],
+        "starved": [sum(outcome.is_starved for outcome in outcomes), len(outcomes)],
         "failed": [outcome.error for outcome in outcomes if outcome.error],
     }
 
@@ -260,13 +297,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=10, help="runs with two faults")
     parser.add_argument("--plants", type=_names, default=[plant.name for plant in PLANTS])
     parser.add_argument("--workloads", type=_names, default=list(WORKLOADS))
+    parser.add_argument("--loops", type=_names, default=list(TRUTH), help="ordinary loops; - for none")
     parser.add_argument("--quick", action="store_true", help="two plants for a few steps, to see that it runs")
     add_record_option(parser)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds, arguments.runs, arguments.none_runs, arguments.pairs = 2.0, 1, 1, 1
         arguments.min_steps = 20
-        arguments.plants, arguments.workloads = [NONE, "padding", "fp64"], [TUNED_ON]
+        arguments.plants, arguments.workloads, arguments.loops = [NONE, "padding", "fp64"], [TUNED_ON], ["item"]
     return arguments
 
 
@@ -285,6 +323,8 @@ def main() -> None:
         for number, trial in enumerate(todo):
             outcomes.append(run_trial(trial, arguments.seconds, arguments.min_steps, Path(folder) / str(number)))
             bar.update(task, advance=1, description=f"{outcomes[-1].planted} -> {outcomes[-1].verdict or 'failed'}")
+        for kind in TRUTH.keys() & set(arguments.loops):
+            outcomes.append(run_loop(kind, arguments.seconds, Path(folder) / kind))
     summary = summarise(outcomes)
     show(outcomes, summary)
     listed = [asdict(outcome) for outcome in outcomes]

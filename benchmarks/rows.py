@@ -72,6 +72,33 @@ QWEN_VISION = Numbers(
     window_size=56,
     fullatt_block_indexes=[1],
 )
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 16}
+DEEPSEEK_V32 = Numbers(**vars(DEEPSEEK_V3), **INDEXER)
+QWEN3_NEXT = Numbers(
+    **GROUPED | {"num_hidden_layers": 4},
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    linear_conv_kernel_dim=4,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=80,
+    num_experts=8,
+    num_experts_per_tok=3,
+)
+DIT = Numbers(
+    num_hidden_layers=3,
+    hidden_size=64,
+    num_attention_heads=4,
+    patch_size=4,
+    num_channels=4,
+    time_size=32,
+    num_labels=10,
+)
+CLIP = Numbers(
+    num_hidden_layers=3, hidden_size=48, intermediate_size=112, num_attention_heads=4, image_size=56, patch_size=14
+)
+QUANTIZED = {"num_blocks": 3, "width": 64, "inner": 96, "rank": 8}
 ENCODER = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
 BERT = Numbers(**ENCODER, num_labels=5)
 VIT = Numbers(**ENCODER, num_labels=7, image_size=48, patch_size=8, num_channels=3)
@@ -250,6 +277,69 @@ def conv_rows() -> list[Row]:
     ]
 
 
+def sparse_rows() -> list[Row]:
+    """Values are narrower than keys, and no fused CPU kernel takes that: all pairs are executed."""
+    numbers = vars(DEEPSEEK_V32) | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
+    build = partial(cases.transformers_case, "deepseek_v32", numbers, whole_text)
+    expected = truth.deepseek_v32(CAUSAL, LENGTH, DEEPSEEK_V32)
+    return [
+        Row(name=f"deepseek_v32_{attention}", build=partial(build, attention=attention), truth=expected)
+        for attention in ("sdpa", "eager")
+    ]
+
+
+def new_rows() -> list[Row]:
+    """What 2025's training is made of."""
+    long_text = partial(cases.text, [128, 128], 128, VOCAB)
+    pictures = partial(cases.text_with_pictures, RAGGED, LENGTH, VOCAB, CLIP.image_size, 16)
+    llava = {"text_config": vars(LLAMA) | {"model_type": "llama"}, "vision_config": vars(CLIP), "image_token_index": 1}
+    llava["vision_config"] = vars(CLIP) | {"model_type": "clip_vision_model"}
+    return [
+        attention_row(
+            "qwen3_next",
+            truth.qwen3_next(truth.causal([128, 128], 128), 128, QWEN3_NEXT),
+            partial(cases.transformers_case, "qwen3_next", vars(QWEN3_NEXT), long_text),
+            "sdpa",
+        ),
+        Row(
+            name="mtp",
+            build=partial(cases.plain_case, partial(cases.MtpGpt, GPT2, LENGTH), whole_text),
+            truth=truth.mtp_gpt(WHOLE, LENGTH, GPT2),
+            executed_note=FUSED,
+        ),
+        Row(
+            name="dit",
+            build=partial(cases.plain_case, partial(cases.Dit, DIT), partial(cases.noisy_images, 2, 32, DIT)),
+            truth=truth.dit(2, 64, DIT),
+            executed_note=FUSED,
+        ),
+        attention_row(
+            "llava_padded",
+            truth.llava(PADDED, LLAMA, CLIP),
+            partial(cases.transformers_case, "llava", llava, pictures, head="ImageTextToText"),
+            "sdpa",
+        ),
+        *(
+            Row(
+                name=f"quantized_{'reentrant' if is_reentrant else 'non_reentrant'}",
+                build=partial(
+                    cases.plain_case,
+                    partial(cases.Quantized, **QUANTIZED, use_reentrant=is_reentrant),
+                    lambda: {"x": torch.randn(2, LENGTH, QUANTIZED["width"], requires_grad=True)},
+                ),
+                truth=truth.quantized(2 * LENGTH, **QUANTIZED),
+            )
+            for is_reentrant in (True, False)
+        ),
+        Row(
+            name="unpadding",
+            build=partial(cases.plain_case, partial(cases.Unpadding, BERT, VOCAB), padded_text),
+            truth=truth.unpadding(RAGGED, BERT),
+            executed_note=FUSED,
+        ),
+    ]
+
+
 def other_rows() -> list[Row]:
     lstm_text = partial(cases.text, [LSTM_LENGTH] * 2, LSTM_LENGTH, LSTM.vocab_size)
     return [
@@ -279,6 +369,8 @@ ROWS: dict[str, Row] = {
         llama_rows(),
         gpt_rows(),
         expert_rows(),
+        sparse_rows(),
+        new_rows(),
         vision_language_rows(),
         lora_rows(),
         encoder_rows(),

@@ -126,7 +126,7 @@ def train(loop: Loop, monitor: TrainingMonitor, num_steps: int) -> list[dict[str
         monitor.log_step(step, 0, loss, None, 1e-3)
         if step == START_STEPS:
             monitor.latest(wait_s=10.0)  # digested, they make it ask for its first profile, whose thread stays
-            wait_for(lambda: monitor._ranks is None or monitor._ranks.exchange.mailbox is not None)
+            wait_for(lambda: monitor.run.ranks is None or monitor.run.ranks.exchange.mailbox is not None)
         if step % every == 0:
             samples.append({"step": step, **usage()})
     return samples
@@ -159,9 +159,9 @@ def wait_for_sinks(monitor: TrainingMonitor) -> None:
     """Until every sink has opened and taken a number: its threads and files are not growth."""
     monitor.start_training(has_joined=True)
     monitor.log_metrics({"soak/start": 1.0}, step=0)
-    assert monitor._worker is not None
-    monitor._worker.drain(10.0)
-    waiting = [sink for sink in monitor._worker._sinks if not sink.takes_every_step]
+    assert monitor.run.worker is not None
+    monitor.run.worker.drain(10.0)
+    waiting = [sink for sink in monitor.run.worker._sinks if not sink.takes_every_step]
     wait_for(lambda: all(sink._num_taken for sink in waiting))
 
 

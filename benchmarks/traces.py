@@ -1,4 +1,4 @@
-"""Does `flopmeter trace` agree with HolisticTraceAnalysis, and what does each of them cost?
+"""Does `flopmeter report` agree with HolisticTraceAnalysis, and what does each of them cost?
 
     python benchmarks/traces.py FILE... [--repeats 3] [--short] [--hta-python PATH] [--record FILE]
 
@@ -62,8 +62,15 @@ all_formulas()
 begin = time.perf_counter()
 trace = load_trace(sys.argv[1])
 trace.as_run()
-seconds = time.perf_counter() - begin
-print(json.dumps({"analysis_s": seconds, "cpu_s": time.process_time(), "trace": trace.as_dict(), "rss_mb": peak_mb()}))
+seconds, rank = time.perf_counter() - begin, trace.ranks[0]
+names = ("step_s", "idle_s", "compute_s", "communication_s", "exposed_communication_s", "copy_s")
+total = {name: sum(getattr(step, name) for step in rank.times) for name in names}
+flop = [dict(step.model) for step in rank.flops]
+ideal_s = [rank.mfu(each, 1.0) for each in flop]
+print(json.dumps({"analysis_s": seconds, "cpu_s": time.process_time(), "rss_mb": peak_mb(), "total": total,
+                  "events": rank.num_events, "mfu_reason": rank.mfu_reason,
+                  "mfu": None if rank.mfu_reason else sum(ideal_s) / total["step_s"],
+                  "tflop_per_s": sum(sum(each.values()) for each in flop) / total["step_s"] / 1e12 or None}))
 """
 
 HTA = """
@@ -126,10 +133,8 @@ def their_way(file: Path) -> dict[str, float | None]:
     return {"idle": idle, "compute": compute, "other": 1 - idle - compute, "overlap": overlap}
 
 
-def our_way(trace: Result) -> dict[str, float | None]:
-    """The shares of all steps, as `flopmeter trace` prints them."""
-    steps = trace["ranks"][0]["steps"]
-    total = {key: sum(step[key] for step in steps) for key in steps[0] if key.endswith("_s") and key != "phase_s"}
+def our_way(total: dict[str, float]) -> dict[str, float | None]:
+    """The shares of all steps, as `flopmeter report` prints them."""
     hidden_s = total["communication_s"] - total["exposed_communication_s"]
     return {
         "idle": total["idle_s"] / total["step_s"],
@@ -152,31 +157,20 @@ def compare(file: Path, hta_python: str, repeats: int) -> Result:
     for key in ("analysis_s", "process_s", "cpu_s", "rss_mb"):
         values = [statistics.median(answer[key] for answer in answers) for answers in (ours, theirs or ours)]
         result[key] = {"ours": values[0], "hta": values[1], "ratio": values[1] / values[0]} if theirs else values[0]
-    trace = ours[0]["trace"]
-    result["events"] = trace["ranks"][0]["num_events"]
+    result |= {name: ours[0][name] for name in ("events", "tflop_per_s", "mfu", "mfu_reason")}
     result["shares"] = {
         "hta": {name: theirs[0][name] if theirs else None for name in SHARES},
         "ours, their way": their_way(file),
-        "ours": our_way(trace),
+        "ours": our_way(ours[0]["total"]),
     }
     result["difference"] = _difference(result["shares"])
-    return {**result, **_speed(trace["ranks"][0])}
+    return result
 
 
 def _difference(shares: dict[str, dict[str, float | None]]) -> float:
     pairs = [(shares["hta"][name], shares["ours, their way"][name]) for name in SHARES]
     known = [abs(theirs - ours) for theirs, ours in pairs if theirs is not None and ours is not None]
     return max(known, default=0.0)
-
-
-def _speed(rank: Result) -> Result:
-    """What HTA does not have: FLOPs and MFU."""
-    steps = rank["steps"]
-    wall_s = sum(step["step_s"] for step in steps)
-    flop = sum(step["counted_flop"] or 0.0 for step in steps)
-    shares = [step["mfu"] * step["step_s"] for step in steps if step["mfu"] is not None]
-    mfu = sum(shares) / wall_s if len(shares) == len(steps) else None
-    return {"tflop_per_s": flop / wall_s / 1e12 if flop else None, "mfu": mfu, "mfu_reason": rank["mfu_reason"]}
 
 
 def hta_environment() -> str:

@@ -237,6 +237,138 @@ def deepseek_v3(load: Load, c: Any) -> Truth:
     return total([*attended, *mlps, linear(load.tokens, c.hidden_size, c.vocab_size)])
 
 
+def sparse_attention(load: Load, chosen: int, length: int, c: Any) -> list[Product]:
+    """DeepSeek's sparse attention (arXiv:2512.02556 section 2.1): latent attention to the keys that an indexer chose.
+
+    The indexer's own products are small: a dot product for each of its heads and each open pair, and their weighted
+    sum. It chooses without a gradient, so nothing of it has a backward pass. Exactly, query i has min(i, chosen) keys
+    to attend to, and i open ones to choose among; in full, all of them.
+    """
+    exact = load.num_samples * sum(min(i, chosen) for i in range(1, length + 1))
+    width = c.index_n_heads * c.index_head_dim
+    shapes = [(c.q_lora_rank, width), (c.hidden_size, c.index_head_dim), (c.hidden_size, c.index_n_heads)]
+    pairs = [Product(Both(*(2 * p * size for p in load.pairs)), num_grads=0) for size in (width, c.index_n_heads)]
+    indexer = [*(linear(load.tokens, *shape, num_grads=0) for shape in shapes), *pairs]
+    return [*indexer, *latent_attention(load._replace(pairs=Both(load.pairs.full, exact)), c)]
+
+
+def deepseek_v32(load: Load, length: int, c: Any) -> Truth:
+    """DeepSeek-V3 with sparse attention; also GLM-5."""
+    tokens, width = load.tokens, c.hidden_size
+    routing = {"num_experts": c.n_routed_experts, "top_k": c.num_experts_per_tok}
+    dense = gated_mlp(tokens, width, c.intermediate_size)
+    shared = gated_mlp(tokens, width, c.moe_intermediate_size * c.n_shared_experts)
+    sparse = [*experts(tokens, width, c.moe_intermediate_size, **routing), *shared]
+    mlps = dense * c.first_k_dense_replace + sparse * (c.num_hidden_layers - c.first_k_dense_replace)
+    attended = sparse_attention(load, c.index_topk, length, c) * c.num_hidden_layers
+    return total([*attended, *mlps, linear(tokens, width, c.vocab_size)])
+
+
+def gated_delta_net(num_samples: int, length: int, c: Any, chunk: int = 64) -> list[Product]:
+    """Linear attention by the gated delta rule (arXiv:2412.06464) in chunks, as transformers' own code has it.
+
+    A solve of a triangular system of n rows for k columns is n^2 k FLOP (LAPACK Working Note 41); its backward is
+    another solve and a product. The first state is a constant, and nobody reads the one after the last chunk.
+    """
+    tokens, heads = num_samples * length, c.linear_num_value_heads
+    key, value = c.linear_num_key_heads * c.linear_key_head_dim, heads * c.linear_value_head_dim
+    qk, v = c.linear_key_head_dim, c.linear_value_head_dim
+    taps, num_chunks = c.linear_conv_kernel_dim, length // chunk
+    matrices = num_samples * heads
+
+    def each(rows: int, inner: int, columns: int, num_grads: int = 2, times: int = 1) -> Product:
+        return unpadded(matrices * times * rows, inner, columns, num_grads)
+
+    solves = [2 * matrices * num_chunks * chunk * chunk * columns // 2 for columns in (v, qk)]
+    products = [
+        unpadded(tokens, c.hidden_size, 2 * key + 2 * value),
+        unpadded(tokens, c.hidden_size, 2 * heads),
+        unpadded(num_samples * (length + taps - 1), taps, 2 * key + value),  # depthwise, and its end is cut off
+        each(chunk, qk, chunk, times=2 * num_chunks),  # keys by keys, queries by keys
+        *(Product(Both(flop, flop), num_grads=3) for flop in solves),
+        each(chunk, chunk, v, times=num_chunks),
+        unpadded(tokens, value, c.hidden_size),
+    ]
+    for i in range(num_chunks):
+        products += [each(chunk, qk, v, num_grads=2 if i else 1)] * 2  # the state read by keys and by queries
+        products += [each(qk, chunk, v, num_grads=2 if i < num_chunks - 1 else 0)]
+    return products
+
+
+def qwen3_next(load: Load, length: int, c: Any) -> Truth:
+    """Three gated delta nets to each attention, whose queries come with gates; experts beside a gated shared one."""
+    tokens, width, query = load.tokens, c.hidden_size, c.num_attention_heads * c.head_dim
+    full = [*grouped_query_attention(load, c), linear(tokens, width, query)]
+    delta = gated_delta_net(load.num_samples, length, c)
+    mixers = [(full if (i + 1) % 4 == 0 else delta) for i in range(c.num_hidden_layers)]
+    routing = {"num_experts": c.num_experts, "top_k": c.num_experts_per_tok}
+    mlp = [
+        *experts(tokens, width, c.moe_intermediate_size, **routing),
+        *gated_mlp(tokens, width, c.shared_expert_intermediate_size),
+        linear(tokens, width, 1),
+    ]
+    mixed = [product for mixer in mixers for product in mixer]
+    return total([*mixed, *mlp * c.num_hidden_layers, linear(tokens, width, c.vocab_size)])
+
+
+def mtp_gpt(lengths: Sequence[int], length: int, c: Any) -> Truth:
+    """A GPT, and a module that sees all tokens but the first: a join of two states, a layer, the same head."""
+    load, ahead = causal(lengths, length), causal([n - 1 for n in lengths], length - 1)
+    layers = [*plain_layer(load, c.n_embd, c.n_head, 4 * c.n_embd)] * c.n_layer
+    module = [linear(ahead.tokens, 2 * c.n_embd, c.n_embd), *plain_layer(ahead, c.n_embd, c.n_head, 4 * c.n_embd)]
+    heads = [linear(part.tokens, c.n_embd, c.vocab_size) for part in (load, ahead)]
+    return total([*layers, *module, *heads])
+
+
+def dit(num_images: int, num_patches: int, c: Any) -> Truth:
+    """Noise and time are data: the layers that read them owe no gradient to their input."""
+    load, width = bidirectional([num_patches] * num_images, num_patches), c.hidden_size
+    pixels = c.num_channels * c.patch_size**2
+    block = [unpadded(num_images, width, 6 * width), *plain_layer(load, width, c.num_attention_heads, 4 * width)]
+    return total([
+        unpadded(num_images * num_patches, pixels, width, num_grads=1),
+        unpadded(num_images, c.time_size, width, num_grads=1),
+        unpadded(num_images, width, width),
+        *block * c.num_hidden_layers,
+        unpadded(num_images, width, 2 * width),
+        unpadded(num_images * num_patches, width, pixels),
+    ])  # fmt: skip
+
+
+def quantized(num_rows: int, num_blocks: int, width: int, inner: int, rank: int) -> Truth:
+    """Frozen weights pass a gradient on and get none; adapters have both; every block runs once more."""
+    block = [
+        product._replace(num_reruns=1)
+        for inputs, outputs in ((width, inner), (inner, width))
+        for product in (
+            unpadded(num_rows, inputs, outputs, num_grads=1),
+            unpadded(num_rows, inputs, rank),
+            unpadded(num_rows, rank, outputs),
+        )
+    ]
+    return total(block * num_blocks)
+
+
+def unpadding(lengths: Sequence[int], c: Any) -> Truth:
+    """Padding is gone before the first product. In one row, samples could attend to each other, and do not."""
+    real = sum(lengths)
+    load = Load(Both(real, real), Both(real * real, sum(n * n for n in lengths)), len(lengths))
+    layer = plain_layer(load, c.hidden_size, c.num_attention_heads, c.intermediate_size)
+    return total([*layer * c.num_hidden_layers, unpadded(real, c.hidden_size, c.num_labels)])
+
+
+def llava(load: Load, text: Any, vision: Any) -> Truth:
+    """CLIP's tower, whose last layer's result is not used (it has no gradient), two layers, and a Llama behind."""
+    patches = (vision.image_size // vision.patch_size) ** 2
+    images = bidirectional([patches + 1] * load.num_samples, patches + 1)
+    layer = plain_layer(images, vision.hidden_size, vision.num_attention_heads, vision.intermediate_size)
+    unused = [product._replace(num_grads=0) for product in layer]
+    num_patches, pixels = load.num_samples * patches, 3 * vision.patch_size**2
+    tower = [unpadded(num_patches, pixels, vision.hidden_size, 1), *layer * (vision.num_hidden_layers - 1), *unused]
+    bridge = [unpadded(num_patches, size, text.hidden_size) for size in (vision.hidden_size, text.hidden_size)]
+    return total([*tower, *bridge, *llama_products(load, text)])
+
+
 Grid = tuple[int, int, int]
 """An image in patches: frames, rows, columns."""
 

@@ -24,8 +24,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, IterableDataset
 
 from flopmeter import Run, load_run, watch
-from flopmeter.demo.gpt import GPT, GPTConfig
-from flopmeter.demo.text import SyntheticText
+from flopmeter.demo import GPT, GPTConfig, SyntheticText
 from flopmeter.waterfall import PART_NAMES
 from outcome import add_record_option, finish
 

@@ -178,11 +178,12 @@ def compare_with_counters() -> dict[str, Any]:
     import torch
 
     from flopmeter import peak_flops
-    from flopmeter.counters import Unavailable, open_counters
+    from flopmeter.counters import CounterUnavailableError, open_counters
 
-    counters = open_counters("cuda:0", uuid=str(torch.cuda.get_device_properties(0).uuid))
-    if isinstance(counters, Unavailable):
-        return {"error": str(counters)}
+    try:
+        counters = open_counters("cuda:0", uuid=str(torch.cuda.get_device_properties(0).uuid))
+    except CounterUnavailableError as error:
+        return {"error": str(error)}
     size, num_products = 8192, 0
     square = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     torch.mm(square, square)
@@ -198,20 +199,21 @@ def compare_with_counters() -> dict[str, Any]:
     reading = counters.read()
     counters.close()
     counted = 2 * size**3 * num_products / elapsed_s / peak_flops("cuda:0", "bf16").flop_per_s
-    return {"reader": counters.name, "tensor_active": reading.tensor_active, "counted_share_of_peak": counted}
+    return {"reader": counters.name, "tensor_active": reading["tensor_active"], "counted_share_of_peak": counted}
 
 
 def find_planted_faults() -> dict[str, Any]:
-    """Six faults in the demo, and what the diagnosis says first of each."""
-    from flopmeter.demo import find_plant
+    """Six faults in a small run, and what the diagnosis says first of each."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from plants import find_plant
 
     found: dict[str, Any] = {}
     for name in PLANTS:
         found[name] = {"wanted": find_plant(name).rule}
         try:
             with tempfile.TemporaryDirectory() as folder:
-                _run("demo", "--json", "--seconds", str(PLANT_S), "--plant", name, "-o", folder)
-                findings = json.loads(_run("diagnose", "--json", folder))["findings"]
+                _run(str(ROOT / "benchmarks" / "plant_training.py"), name, "--seconds", str(PLANT_S), "-o", folder)
+                findings = json.loads(_run("-m", "flopmeter", "report", "--json", folder))["findings"]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             found[name] |= {"first": None, "why_not": str(error)}
             continue
@@ -222,7 +224,7 @@ def find_planted_faults() -> dict[str, Any]:
 
 def _run(*command: str) -> str:
     answer = subprocess.run(
-        [sys.executable, "-m", "flopmeter", *command],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         check=False,

@@ -3,7 +3,7 @@
     python scripts/make_pictures.py [--seconds 40] [--output docs/pictures]
 
 Needs Chromium and `pip install 'flopmeter[serve,torch]' playwright`. Two demo runs are trained, one of them with
-a slow disk planted; a third one is watched while it grows. On a busy machine the runs are slow, and look it.
+a slow disk; a third one is watched while it grows. On a busy machine the runs are slow, and look it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.text import Text
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FAULT = "slow_disk=0.5"
+FAULT = "slow_disk"
 WIDTH, COLUMNS = 1100, 104
 FLOPMETER = [sys.executable, "-m", "flopmeter"]
 
@@ -133,9 +133,9 @@ def shoot_live(chromium: Any, folder: Path, seconds: float, picture: Path) -> No
         page.get_by_role("link", name="running").first.wait_for(timeout=120_000)
         page.wait_for_timeout(1000 * seconds)
         page.get_by_role("link", name="running").first.click()
-        page.wait_for_selector("[data-figure=timeline] svg", timeout=60_000)
+        page.wait_for_selector("#chart svg", timeout=60_000)
         page.wait_for_timeout(3000)
-        page.locator("#timeline").evaluate("(section) => section.scrollIntoView()")
+        page.wait_for_selector("#waterfall .stack", timeout=60_000)
         keep(page, page, picture)
     training.terminate()
     training.wait()
@@ -150,8 +150,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, browser() as chromium:
         folder = Path(name)
         slow, fixed = folder / "slow-disk", folder / "fixed"
-        flopmeter("demo", "--seconds", str(arguments.seconds), "-o", slow, "--plant", FAULT, "--json")
-        flopmeter("demo", "--seconds", str(arguments.seconds), "-o", fixed, "--plant", "none", "--json")
+        flopmeter("demo", "--seconds", str(arguments.seconds), "-o", slow, "--fault", FAULT, "--json")
+        flopmeter("demo", "--seconds", str(arguments.seconds), "-o", fixed, "--fault", "none", "--json")
         flopmeter("compare", slow, fixed, "-o", folder / "compare.html")
         text = terminal_output("report", slow).replace(str(slow), "runs/slow-disk")
         report = (slow / "report.html").as_uri()

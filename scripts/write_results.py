@@ -292,6 +292,18 @@ def waterfall(language: str) -> str:
     return table(heads[language], rows)
 
 
+def prediction(_: str) -> str:
+    """How steps that were not measured are predicted, and which of them are marked as not known."""
+    found = load("prediction")
+    heads = ("model, sizes that vary", "shapes", "observed", "largest error", "of their sum", "not known")
+    errors = "largest error of known steps", "total of known steps"
+    rows = [
+        (name, str(row["num_shapes"]), str(row["observed"]), *(_or_dash(row[key], "{:.2%}") for key in errors),
+         f"{row['marked late']:.0%}") for name, row in found["rows"].items()
+    ]  # fmt: skip
+    return table(heads, rows)
+
+
 def mutation(language: str) -> str:
     """How many planted errors in the source the tests catch."""
     found = load("mutation")
@@ -300,6 +312,67 @@ def mutation(language: str) -> str:
     rooms = table(heads[language], [*rows, ("all", *map(str, found["caught"]))])
     left = [f"- `{m['file']}`, line {m['line']}: `{m['was']}` became `{m['becomes']}`\n" for m in found["not_caught"]]
     return f"{rooms}\nSeed {found['seed']}. Not caught:\n\n{''.join(left) or '- none'}"
+
+
+def wild(_: str) -> str:
+    """What is said first about programs from elsewhere, and what is true."""
+    found = load("wild")
+    heads = (
+        "program",
+        "kind",
+        "truth",
+        "first verdict",
+        "judged",
+        "gain predicted / real",
+        "MFU over hand",
+        "same end, losses",
+    )
+    rows = []
+    for row in found["rows"]:
+        gains = " / ".join(_or_dash(row[key], "{:+.0%}") for key in ("predicted_gain", "real_gain"))
+        name = f"{row['name']} `{row['commit']}`" + (" (fault put in)" if row["fault_put_in"] else "")
+        same = ", ".join("yes" if row[key] else "no" for key in ("same_exit_code", "same_losses"))
+        by_hand = _or_dash(row["mfu_over_hand"], "{:.3f}")
+        rows.append((name, row["kind"], row["truth"], row["verdict"], row["judged"], gains, by_hand, same))
+
+    def said(part: Mapping[str, Any]) -> str:
+        shares = ", ".join(
+            f"{name} {part[f'{name} %']:.0f} %" for name in ("right", "wrong", "undetermined") if "right %" in part
+        )
+        return f"{part['runs']} programs, {part.get('not judged', 0)} not judged; of the others: {shares or '-'}"
+
+    parts = {"All": "all", "Chosen after the rules were frozen": "chosen_after", "With a fault put in": "faults_put_in"}
+    lines = [f"- {name}: {said(found[key])}.\n" for name, key in parts.items()]
+    right, total = found["mfu_right"]
+    fair, promised = found["gain_right"]
+    lines.append(
+        f"- MFU within 2 % of a count by hand: {right} of {total}. Gain not promised too high: {fair} of {promised}.\n"
+    )
+    return table(heads, rows) + "\n" + "".join(lines)
+
+
+def tried(_: str) -> str:
+    """What was predicted of changes, what was measured, and what the best one then brought by hand."""
+    found = load("tried")
+    heads = ("program", "change", "predicted", "measured, with its interval", "by hand", "losses")
+    rows = []
+    for row in found["rows"]:
+        for one in row["rows"]:
+            gain, is_best = one["gain"], one["names"][0] == row["best"] and row.get("by_hand") is not None
+            measured = one["outcome"]
+            if gain:
+                measured = f"{gain['expected']:+.0%} ({100 * gain['low']:.0f} to {100 * gain['high']:.0f})"
+            hand = f"{row['by_hand']:+.0%}{'' if row['is_inside'] else ', outside'}" if is_best else "-"
+            likely = _or_dash(one["predicted"] and one["predicted"]["expected"], "{:+.0%}")
+            rows.append((row["name"], one["names"][0], likely, measured, hand, one["losses"]))
+    inside, narrow, within = (found[key] for key in ("inside", "narrow", "prediction_ranges_right"))
+    error = _or_dash(found["median_prediction_error"] and 100 * found["median_prediction_error"], "{:.0f}")
+    return table(heads, rows) + (
+        f"\n- The gain had by hand lies inside the stated interval for {inside[0]} of {inside[1]} programs.\n"
+        f"- {narrow[0]} of {narrow[1]} intervals are within 5 points, or a quarter of the gain, on either side.\n"
+        f"- Of {within[1]} measured gains {within[0]} lie in the predicted range; the median error of a prediction is "
+        f"{error} points.\n"
+    )
 
 
 def integrations(_: str) -> str:
@@ -406,8 +479,9 @@ def in_short(language: str) -> str:
 TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": accuracy, "overhead": overhead, "tiny": tiny, "planted": planted, "traces": traces, "report": report,
     "counts": counts, "published": published, "ranks": ranks, "in_short": in_short, "waterfall": waterfall,
-    "mutation": mutation, "run_script": run_script, "integrations": integrations, "soak": soak, "measuring": measuring,
-    "measured": measured,
+    "mutation": mutation, "run_script": run_script, "integrations": integrations, "tried": tried, "soak": soak,
+    "measuring": measuring,
+    "measured": measured, "prediction": prediction, "wild": wild,
 }  # fmt: skip
 
 

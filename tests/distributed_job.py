@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import flopmeter.distributed as distributed
 from flopmeter import TrainingMonitor
+from flopmeter.distributed import exchange
 
 WIDTH, ROWS = 64, 16
 EVERY, STEPS, HEALTHY_STEPS = 10, 60, 150
@@ -30,6 +33,29 @@ DELAY_S = 0.08
 PACE_S = 0.03
 """What a step takes at least where several intervals have to go by in some seconds."""
 SLOW_RANK = 1
+
+
+class CountedStore:
+    """A store that counts its calls, by method."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.calls[name] += 1
+            return method(*arguments)
+
+        return call
+
+
+class CountedMailbox(exchange.Mailbox):
+    def __init__(self, store: Any, prefix: str) -> None:
+        super().__init__(store, prefix)
+        self._store = CountedStore(self._store)
 
 
 def delay(*_: Any) -> None:
@@ -119,7 +145,7 @@ def train(kind: str, folder: Path, num_steps: int) -> dict[str, Any]:
     LOSSES.clear()
     with monitor_of(kind, folder, model, optimizer, loader) as monitor:
         if kind == "raising" and is_slow and monitor is not None:
-            monitor._ranks._interval = None  # the next step fails inside the statistics of this rank
+            monitor.run.ranks._interval = None  # the next step fails inside the statistics of this rank
         for step, inputs in enumerate(loader):
             loss = model(inputs).square().mean()
             loss.backward()
@@ -134,13 +160,15 @@ def train(kind: str, folder: Path, num_steps: int) -> dict[str, Any]:
             if kind.startswith("killed") and step == 2 * EVERY and rank == dist.get_world_size() - 1:
                 die_once(folder)
     group = dist.group.WORLD
-    calls = dict(monitor._ranks.exchange.mailbox.num_calls) if monitor is not None and monitor._ranks else {}
+    mailbox = monitor.run.ranks.exchange.mailbox if monitor is not None and monitor.run.ranks else None
+    calls = {} if mailbox is None else dict(mailbox._store.calls)
     return {"losses": LOSSES, "calls": calls, "sequence": group._get_sequence_number_for_group() if group else 0}
 
 
 def main() -> None:
     folder, *kinds = sys.argv[1:]
     torch.set_num_threads(1)
+    distributed.Mailbox = CountedMailbox  # type: ignore[misc]
     store, rank, world_size = next(dist.rendezvous("env://"))
     # After a restart gloo would find the addresses of the processes before it, now and then.
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)

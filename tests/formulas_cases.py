@@ -26,6 +26,8 @@ def _matmul_cases() -> list[Case]:
         case("aten::dot", 2 * 7, self=(7,), tensor=(7,)),
         case("aten::vdot", 8 * 7, self=Spec((7,), "complex128"), other=Spec((7,), "complex128")),
         *(case(f"aten::{op}", 2 * tuples(3, 4), vec1=(3,), vec2=(4,)) for op in ("addr", "addr_")),
+        # In row i, i - 1 multiply-adds and a division for each column: 2 (0 + 1 + 2 + 3) + 4 = 16 for 4 rows.
+        case("aten::linalg_solve_triangular", 2 * 16 * 3, self=(2, 4, 4), B=(2, 4, 3)),
         case("aten::linear", batch, input=(2, 3, 4), weight=(5, 4)),
         case("aten::linear_backward", batch, self=(2, 3, 4), weight=(5, 4), output_mask=[False, True, True]),
         case("aten::linear_backward", 2 * batch, self=(2, 3, 4), weight=(5, 4), output_mask=[True, True, False]),
@@ -35,6 +37,20 @@ def _matmul_cases() -> list[Case]:
         case("aten::matmul", 2 * tuples(3, 4), self=(3, 4), other=(4,)),
         case("aten::matmul", 2 * tuples(4, 5), self=(4,), other=(4, 5)),
         case("aten::matmul", 2 * 4, self=(4,), other=(4,)),
+        case(
+            "aten::matmul_backward", 2 * 2 * tuples(3, 4, 5), grad=(3, 5), self=(3, 4), other=(4, 5), mask=[True, True]
+        ),
+        case(
+            "aten::_trilinear",
+            2 * tuples(7, 8, 9, 10),
+            i1=(7, 8),
+            i2=(10, 8, 9),
+            i3=(7, 9),
+            expand1=[1, 3],
+            expand2=[0],
+            expand3=[1, 2],
+            sumdim=[2, 3],
+        ),
         case("aten::_foreach_mm", one + batch, self=[Spec((3, 4)), Spec((6, 4))], mat2=[Spec((4, 5)), Spec((4, 5))]),
         case("inductor::_mm_plus_mm", one + 2 * tuples(3, 2, 5), a=(3, 4), b=(4, 5), c=(3, 2), d=(2, 5)),
         case("mkl::_mkl_linear", batch, X=(2, 3, 4), ORI_W=(5, 4)),
@@ -130,14 +146,6 @@ def _convolution_cases() -> list[Case]:
             case(f"aten::{op}", volume_taps, self=volume, weight=kernel, padding=pads)
             for op in ("slow_conv3d_forward", "slow_conv_dilated3d", "conv_depthwise3d")
         ),
-        case(
-            "aten::conv_tbc",
-            2 * convolution_taps(2, [7], (5, 4, 3), padding=[1]),
-            self=(7, 2, 4),
-            weight=(3, 4, 5),
-            pad=1,
-        ),
-        case("aten::conv_tbc", 2 * convolution_taps(2, [7], (5, 4, 3)), self=(7, 2, 4), weight=(3, 4, 5)),
         case("aten::conv3d", 2 * convolution_taps(1, (4, 5, 3), kernel), input=volume, weight=kernel),
         case("aten::slow_conv_dilated3d", 2 * convolution_taps(1, (4, 5, 3), kernel), self=volume, weight=kernel),
         case("mkldnn::_convolution_pointwise", taps, X=image, W=weight, **settings),
@@ -173,8 +181,6 @@ def _recurrent_cases() -> list[Case]:
         case("aten::_cudnn_rnn_backward", weights_alone, output_mask=weight_only, **layers),
         case("aten::_cudnn_rnn_backward", 2 * stack, output_mask=[True] * 4, **layers),
         case("aten::miopen_rnn_backward", stack, output_mask=[True, True, True, False], **layers),
-        case("aten::_lstm_mps", stack, input=(2, 3, 3), hx=states, params=params),
-        case("aten::lstm_mps_backward", 2 * stack, input=(2, 3, 3), hx=states, params=params),
         case("aten::lstm", stack, "input", input=(2, 3, 3), hx=states, params=params),
         case("aten::lstm", stack, "data", data=(6, 3), hx=states, params=params),
         *(
@@ -194,7 +200,6 @@ def _transform_and_sparse_cases() -> list[Case]:
     """5 N log2 N: 3 x 32 points, 5 levels. Sparse: 3 stored values in 4 x 6, by 5 columns."""
     stored = Spec((4, 6), nnz=3)
     product = 2 * tuples(3, 5)
-    kept = 2 * tuples(4, 3, 5)
     return [
         case("aten::_fft_c2c", 5 * 96 * 5, self=(3, 4, 8), dim=[1, 2]),
         case("aten::_fft_c2c", 0, self=(3, 1), dim=[1]),
@@ -206,11 +211,6 @@ def _transform_and_sparse_cases() -> list[Case]:
         case("aten::_sparse_mm", product, sparse=stored, dense=(6, 5)),
         case("aten::_sparse_addmm", product, mat1=stored, mat2=(6, 5)),
         case("aten::_sparse_mm_reduce_impl", product, self=stored, other=(6, 5)),
-        case("aten::sparse_sampled_addmm", product, self=stored, mat1=(4, 5), mat2=(5, 6)),
-        case("aten::_sparse_semi_structured_mm", kept, mat1=(4, 3), mat2=(6, 5)),
-        case("aten::_sparse_semi_structured_addmm", kept, mat1=(4, 3), mat2=(6, 5)),
-        case("aten::_sparse_semi_structured_linear", kept, input=(5, 6), weight=(4, 3)),
-        case("aten::_cslt_sparse_mm", kept, compressed_A=(4, 7), dense_B=(6, 5)),
     ]
 
 

@@ -17,7 +17,7 @@ STARTED_AT = 1_700_000_000.0
 
 HEADER = {
     "kind": "header",
-    "schema": 1,
+    "schema": 2,
     "run_id": "a1",
     "started_at": STARTED_AT,
     "host": "node7",

@@ -40,6 +40,8 @@ class Plan:
     """More metrics of every step."""
     sampling_s: float = 0.0
     """What sampling adds to the gaps of a sampled step."""
+    waited_s: float | None = None
+    """For how long the thread had no core in a sampled step."""
     num_profiles: int = 1
     device: str = "cpu"
     """Of the profile."""
@@ -63,7 +65,7 @@ class Plan:
 
     def lines(self) -> list[Line]:
         now_s = START_S
-        lines: list[Line] = [{"kind": "header", "schema": 1, "started_at": now_s, "device": "cpu", **self.header}]
+        lines: list[Line] = [{"kind": "header", "schema": 2, "started_at": now_s, "device": "cpu", **self.header}]
         for number in range(1, self.num_steps + 1):
             if number == self.num_steps // 2 + 1:
                 for name, seconds in self.pauses:
@@ -110,6 +112,7 @@ class Plan:
             communication_s=self.exposed_s or 0.0,
             copy_s=self.host_to_device_s,
             gap_s=self.gap_s + self.sampling_s,
+            waited_s=self.waited_s,
             num_ops=self.num_ops,
             top=[list(row) for row in self.top],
         )

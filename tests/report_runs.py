@@ -19,7 +19,7 @@ IMAGE = "<img src=x onerror=window.pwned=1>"
 def header(**fields: Any) -> dict[str, Any]:
     return {
         "kind": "header",
-        "schema": 1,
+        "schema": 2,
         "run_id": "abc",
         "started_at": 1000.0,
         "host": "node-1",

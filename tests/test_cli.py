@@ -49,7 +49,8 @@ WRONG_USE = (
     "run",
     "run --mode fast train.py",
     "report . --format pdf",
-    "explain no_such_rule",
+    "report --explain no_such_rule",
+    "peak h100",
     "doctor --only no_such_check",
     "mfu --arch layers=2 --seq 8 --gpus 1 --tokens-per-second 8 --peak-flop-per-s 1e12",
 )
@@ -80,7 +81,7 @@ def test_a_failure_is_one_line_and_exit_code_1() -> None:
     assert answer.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", ["devices", "devices --json", "explain data_stall", "--help"])
+@pytest.mark.parametrize("arguments", ["peak --list", "peak --list --json", "report --explain data_stall", "--help"])
 def test_a_reader_that_has_seen_enough_is_no_failure(arguments: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `| head` does, but at once
@@ -97,7 +98,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_debug_changes_no_exit_code() -> None:
-    answer = flopmeter("--debug", "explain", "no_such_rule")
+    answer = flopmeter("--debug", "report", "--explain", "no_such_rule")
     assert "Traceback" in answer.stderr
     assert answer.returncode == 2
 
@@ -134,8 +135,19 @@ def test_the_demo_trains_and_leaves_a_run_file(tmp_path: Path) -> None:
     result = json.loads(answer.stdout)
     run = load_run(result["run"])
     assert len(run) == result["num_steps"] > 0
-    assert run.column("training/loss")[-1] == pytest.approx(result["final_loss"])
     assert run.column("training/loss")[-1] < run.column("training/loss")[0]
+
+
+def test_a_further_demo_takes_the_next_free_folder(tmp_path: Path) -> None:
+    for name in ("demo", "demo-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.jsonl").touch()
+    (tmp_path / "runs" / "demo-3").mkdir()  # a folder without a run is free
+    answer = subprocess.run(
+        [sys.executable, "-m", "flopmeter", "demo", "--seconds", "1", "--json"],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert json.loads(answer.stdout)["run"] == str(tmp_path / "runs" / "demo-3" / "run.jsonl")
 
 
 @pytest.mark.slow
@@ -144,7 +156,7 @@ def test_the_demo_shows_a_line_and_a_table(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     assert "step " in answer.stderr
     assert "MFU" in answer.stderr
-    assert "Summary" in answer.stdout
+    assert "goodput" in answer.stdout
     assert "run.jsonl" in answer.stdout
 
 

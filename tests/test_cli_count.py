@@ -18,8 +18,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from flopmeter.cli import build_app
-from flopmeter.cli.count import _cut, _fold, _levels, _Node, _rows, _tree
+from flopmeter.cli.count import _cut, _rows
 from flopmeter.errors import ConfigError
+from flopmeter.report._modules import Node, _fold
+from flopmeter.report._modules import levels as levels_of
+from flopmeter.report._modules import tree as tree_of
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="counts transformers models from configs"
@@ -109,13 +112,13 @@ def test_a_length_beyond_the_models_positions_is_refused_with_the_longest_that_f
 
 
 @needs_transformers
-def test_symbolic_prints_the_formula() -> None:
-    tiny = "llama:layers=2,hidden=64,heads=8,kv_heads=2,ffn=96,vocab=1000 --symbolic --batch 2 --seq 1500"
+def test_what_the_flops_grow_with_is_printed_as_a_formula() -> None:
+    tiny = "llama:layers=2,hidden=64,heads=8,kv_heads=2,ffn=96,vocab=1000 --batch 2 --seq 1500"
 
-    # 12 FLOP for each pair, layer and channel, S(S + 1)/2 pairs; 6 P / 768 = 948.
-    assert answer(tiny)["formula"] == "768*B*S*(S + 949)"
-    assert "formula 768*B*S*(S + 949), counted at S = 750 and 1500" in printed(tiny)
-    assert "formula none: the FLOPs are no polynomial" in printed("mistral:layers=1,window=16 --seq 64 --symbolic")
+    # 6 FLOP for each token and weight: projections, feed-forward layers, the head. 12 for each pair, layer and channel.
+    weights = 2 * (64 * (64 + 16 + 16 + 64) + 3 * 64 * 96) + 64 * 1000
+    assert answer(tiny)["formula"] == f"{6 * weights}*tokens + {12 * 2 * 64}*pairs_causal"
+    assert f"grows as {6 * weights}*tokens + " in printed(tiny)
 
 
 def test_a_factory_is_counted_and_its_equal_layers_are_one_line() -> None:
@@ -171,7 +174,7 @@ def test_depth_adds_what_is_below_to_the_last_level() -> None:
 
 
 def test_depth_cuts_the_tree() -> None:
-    tree = _tree({"model.layers.0.mlp.up": 6.0, "model.layers.0.mlp.down": 2.0, "model.layers.0": 1.0, "head": 1.0})
+    tree = tree_of({"model.layers.0.mlp.up": 6.0, "model.layers.0.mlp.down": 2.0, "model.layers.0": 1.0, "head": 1.0})
 
     assert tree.flop == 10
     assert [name for name, _ in _rows(tree, 1)] == ["├─ model", "└─ head"]
@@ -196,15 +199,15 @@ def test_depth_cuts_the_tree() -> None:
     ],
 )
 def test_a_number_stays_with_its_list(path: str, levels: list[str]) -> None:
-    assert _levels(path) == levels
+    assert levels_of(path) == levels
 
 
 def test_only_neighbours_with_the_same_flops_in_the_same_places_are_one_line() -> None:
-    def layer(index: int, **parts: float) -> _Node:
-        return _Node(f"layers.{index}", children={name: _Node(name, flop) for name, flop in parts.items()})
+    def layer(index: int, **parts: float) -> Node:
+        return Node(f"layers.{index}", children={name: Node(name, flop) for name, flop in parts.items()})
 
     layers = [layer(0, a=1, b=2), layer(1, a=1, b=2), layer(2, a=2, b=1), layer(3, a=1, b=2), layer(4, a=1, b=2)]
-    folded = _fold(_Node("", children={node.name: node for node in layers}))
+    folded = _fold(Node("", children={node.name: node for node in layers}))
 
     assert [(node.name, node.flop) for node in folded.children.values()] == [
         ("layers.0 ... layers.1 (2 x)", 6),

@@ -222,7 +222,7 @@ def test_an_unknown_device_names_what_helps_on_the_command_line() -> None:
     exit_code, stderr = complaint(f"--seq 8 --gpus 8 --arch {LLAMA} --tokens-per-second 9 --device H1000")
     assert exit_code == 1
     assert "--peak-flop-per-s" in stderr
-    assert "flopmeter devices" in stderr
+    assert "flopmeter peak --list" in stderr
     assert "YAML" not in stderr
 
 

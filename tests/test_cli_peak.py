@@ -1,4 +1,4 @@
-"""`flopmeter peak` and `flopmeter devices`, as a user types them."""
+"""`flopmeter peak`, as a user types it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flopmeter.cli import devices as devices_command
 from flopmeter.cli import peak as peak_command
-from flopmeter.devices import Measurement, list_devices, measure
-from flopmeter.devices.measure import ShapeRate
+from flopmeter.devices import list_devices, measure
+from flopmeter.devices.measure import Measurement
 from flopmeter.errors import ConfigError, UnknownDeviceError
 
 app = typer.Typer()
 app.command("peak")(peak_command.command)
-app.command("devices")(devices_command.command)
+app.callback()(lambda: None)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOPMETER_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FLOPMETER_PEAK_FLOP_PER_S", raising=False)
-    monkeypatch.setattr(measure, "_measured_here", {})
 
 
 def run(*arguments: str) -> str:
@@ -63,17 +61,17 @@ def test_the_exit_code_and_the_one_line_of_an_unknown_device() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("flopmeter: error: no peak is on file for 'NVIDIA X999'")
-    assert "flopmeter devices lists the names on file" in done.stderr
+    assert "flopmeter peak --list shows the names on file" in done.stderr
     assert "YAML" not in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["'devices', '--json'", "'devices'", "'peak', '--device', 'NVIDIA L4'"])
+@pytest.mark.parametrize("command", ["'--list', '--json'", "'--list'", "'--device', 'NVIDIA L4'"])
 def test_looking_up_and_listing_import_no_torch(command: str) -> None:
     code = f"""
 import sys
 from flopmeter.cli import main
-sys.argv = ['flopmeter', {command}]
+sys.argv = ['flopmeter', 'peak', {command}]
 try:
     main()
 except SystemExit as stop:
@@ -84,7 +82,7 @@ assert 'torch' not in sys.modules
 
 
 def test_the_list_as_json_holds_every_device_in_flop_per_s() -> None:
-    listed = json.loads(run("devices", "--json"))
+    listed = json.loads(run("peak", "--list", "--json"))
     assert len(listed) == len(list_devices())
     l4 = next(block for block in listed if block["names"] == ["NVIDIA L4"])
     assert l4["peak_flop_per_s"]["bf16"] == 121e12
@@ -92,14 +90,22 @@ def test_the_list_as_json_holds_every_device_in_flop_per_s() -> None:
 
 
 def test_the_list_in_words_has_every_name_and_unit() -> None:
-    text = run("devices")
+    text = run("peak", "--list")
     assert "TFLOP/s" in text
     for device in list_devices():
         assert all(name in text for name in device.names)
 
 
-def test_a_measured_cpu_shows_derived_and_measured_side_by_side() -> None:
-    answer = json.loads(run("peak", "--device", "cpu", "--dtype", "fp32", "--measure", "--budget-s", "0.3", "--json"))
+def test_the_list_can_be_filtered() -> None:
+    listed = json.loads(run("peak", "--list", "l4", "--json"))
+    assert ["NVIDIA L4"] in [block["names"] for block in listed]
+    assert all(any("l4" in name.lower() for name in block["names"]) for block in listed)
+    assert len(listed) < len(list_devices())
+
+
+def test_a_measured_cpu_shows_derived_and_measured_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "MIN_CPU_SHARE", 0.0)  # whatever else runs here
+    answer = json.loads(run("peak", "--device", "cpu", "--dtype", "fp32", "--measure", "--seconds", "0.3", "--json"))
     measured = answer["measured"]
     assert measured["best_flop_per_s"] == max(entry["flop_per_s"] for entry in measured["shapes"])
     assert measured["typical_flop_per_s"] <= measured["best_flop_per_s"]
@@ -123,7 +129,7 @@ def test_a_measured_device_that_is_not_on_file_still_gets_a_number() -> None:
         best_flop_per_s=3e13,
         best_shape=shape,
         typical_flop_per_s=2e13,
-        shapes=(ShapeRate(shape=shape, flop_per_s=3e13),),
+        shapes=({"shape": shape, "flop_per_s": 3e13},),
         skipped=(),
         elapsed_s=8.0,
     )

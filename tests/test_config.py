@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import json
 import os
 import shutil
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopmeter.config import MonitorConfig, preset_paths
-from flopmeter.config.__main__ import settings_page
-from flopmeter.config.refusals import section_of, setting_paths
-from flopmeter.config.sections import Monitoring, Wandb
+from flopmeter.config.reading import setting_paths
 from flopmeter.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +96,8 @@ model: {id2label: {0: cat}}
     assert not performance.smart_mode.calibration_enabled
     assert not performance.hybrid_mode.hardware_counters_enabled
     assert not performance.hybrid_mode.fallback_to_profiler
-    assert performance.phase_frequency.model_dump() == {"warmup": 10, "main": 20, "finetune": 30}
+    phases = performance.phase_frequency
+    assert (phases.warmup, phases.main, phases.finetune) == (10, 20, 30)
     assert config.sink_names == ("console", "tensorboard", "wandb", "prometheus")
     assert config.training.logging_steps == 5
 
@@ -130,7 +130,7 @@ def test_any_mapping_will_do_and_a_config_is_passed_on() -> None:
     config = MonitorConfig.load(MappingProxyType({"monitoring": MappingProxyType({"detail_every": 7})}))
     assert config.monitoring.detail_every == 7
     assert MonitorConfig.load(config) is config
-    assert MonitorConfig(monitoring=Monitoring(detail_every=7)) == config
+    assert MonitorConfig(monitoring={"detail_every": 7}) == config
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_whole_numbers_may_be_written_with_an_exponent_or_a_point(yaml_file: Any
 
 
 def test_a_setting_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(AttributeError, match="cannot assign"):
         MonitorConfig().monitoring.detail_every = 3  # type: ignore[misc]
 
 
@@ -209,15 +209,6 @@ def test_an_unknown_phase_is_refused_with_the_known_ones() -> None:
         MonitorConfig().measuring_interval(phase="pretrain")
 
 
-def test_reduced_logging_halves_the_basics_and_keeps_details_to_every_hundredth_step() -> None:
-    plain = MonitorConfig.load({"training": {"logging_steps": 10}})
-    reduced = MonitorConfig.load({"training": {"logging_steps": 10}, "wandb": {"reduced_logging": True}})
-    rare = MonitorConfig.load({"monitoring": {"detail_every": 300}, "wandb": {"reduced_logging": True}})
-    assert (plain.basic_every, plain.details_every) == (10, 50)
-    assert (reduced.basic_every, reduced.details_every) == (20, 100)
-    assert rare.details_every == 300
-
-
 def test_each_sink_is_named_once_however_often_it_is_asked_for() -> None:
     config = MonitorConfig.load({"monitoring": {"sinks": ["wandb", "console", "wandb"]}, "wandb": True})
     assert config.sink_names == ("wandb", "console")
@@ -228,19 +219,14 @@ def test_each_sink_is_named_once_however_often_it_is_asked_for() -> None:
 def test_what_wandb_init_takes_is_passed_through_to_it() -> None:
     section = {"enabled": True, "project": "p", "run_name": "r", "tags": "x", "reduced_logging": True}
     passed = {"entity": "team", "group": "g", "resume": "allow", "config": {"seed": 1}, "save_code": False}
+    passed["an_argument_of_next_year"] = [1, 2]
     arguments = MonitorConfig.load({"wandb": {**section, **passed}}).wandb.init_arguments()
     assert arguments == {"project": "p", "name": "r", "tags": ("x",), **passed}
     assert MonitorConfig().wandb.init_arguments() == {}
 
 
-def test_wandb_knows_every_argument_that_we_pass_through() -> None:
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    own = {"enabled", "run_name", "log_dataset_metrics", "reduced_logging"}
-    assert set(Wandb.model_fields) - own <= set(inspect.signature(wandb.init).parameters)
-
-
 def test_a_bare_off_as_wandb_mode_means_disabled(yaml_file: Any) -> None:
-    assert MonitorConfig.load(yaml_file("wandb: {mode: off}")).wandb.mode == "disabled"
+    assert MonitorConfig.load(yaml_file("wandb: {mode: off}")).wandb.init_arguments() == {"mode": "disabled"}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +266,7 @@ def test_the_presets_say_what_the_mission_fixes() -> None:
 def test_presets_load_from_a_wheel_without_torch_and_whatever_lies_around(tmp_path: Path) -> None:
     package = tmp_path / "site" / "flopmeter"
     shutil.copytree(ROOT / "src" / "flopmeter" / "config", package / "config")
-    for name in ("__init__.py", "errors.py"):
+    for name in ("__init__.py", "errors.py", "schema.py"):
         shutil.copy(ROOT / "src" / "flopmeter" / name, package)
     shutil.copytree(ROOT / "configs", package / "configs")
     (tmp_path / "smart").mkdir()
@@ -296,9 +282,11 @@ def test_presets_load_from_a_wheel_without_torch_and_whatever_lies_around(tmp_pa
 
 def test_the_settings_page_is_up_to_date_and_lists_every_setting() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings_page() + "\n", "run  python -m flopmeter.config > docs/settings.md"
-    for path, field in setting_paths(MonitorConfig):
-        assert (f"## {path}\n" if section_of(field) else f"| `{path}` |") in page
+    command = [sys.executable, "scripts/write_settings.py"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert page == made, "run  python scripts/write_settings.py > docs/settings.md"
+    for path, kind in setting_paths(MonitorConfig):
+        assert (f"## {path}\n" if isinstance(kind, type) else f"| `{path}` |") in page
 
 
 frequencies = st.integers(0, 10**9)
@@ -330,13 +318,12 @@ def test_valid_settings_survive_the_way_through_yaml_and_back(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     config = MonitorConfig.load(merged(*(nested(name, value) for name, value in written.items())))
-    path.write_text(yaml.safe_dump({"model": {}, **config.model_dump(mode="json", exclude_unset=True)}), "utf-8")
+    path.write_text(yaml.safe_dump({"model": {}, **json.loads(json.dumps(config.as_written()))}), "utf-8")
     again = MonitorConfig.load(path)
     assert again == config
     assert again.measuring_interval() == config.measuring_interval()
     for name, value in written.items():
-        section, _, setting = name.rpartition(".")
-        read = config.model_dump()
-        for part in section.split("."):
-            read = read[part]
-        assert read[setting] == (tuple(value) if isinstance(value, list) else value)
+        if name in ("wandb.notes", "wandb.config"):
+            assert config.wandb.init_arguments()[name.partition(".")[2]] == value
+        else:
+            assert attrgetter(name)(config) == (tuple(value) if isinstance(value, list) else value)

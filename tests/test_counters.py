@@ -21,34 +21,20 @@ from typing import Any
 import pytest
 
 from flopmeter import counters
-from flopmeter.counters import (
-    CounterReader,
-    CounterUnavailableError,
-    Reading,
-    Unavailable,
-    dcgm_exporter,
-    nvml_gpm,
-    open_counters,
-    perf_event,
-    reader_modules,
-)
+from flopmeter.counters import READERS, READING, CounterReader, CounterUnavailableError, PerfEvent, open_counters
 from flopmeter.devices.cpu import Cpu
 
 DATA = Path(__file__).parent / "data"
-GPU_READERS = ["nvml_gpm", "dcgm_exporter"]
 
 
-def opened(device: str, uuid: str | None = None) -> CounterReader:
-    reader = open_counters(device, uuid=uuid)
-    assert not isinstance(reader, Unavailable), reader
-    return reader
+def why_not(device: str, uuid: str | None = None) -> str:
+    with pytest.raises(CounterUnavailableError) as caught:
+        open_counters(device, uuid=uuid)
+    return str(caught.value)
 
 
 def test_gpu_readers_are_tried_from_the_driver_to_the_server_and_cpu_readers_only_on_a_cpu() -> None:
-    assert list(reader_modules("cuda")) == GPU_READERS
-    assert list(reader_modules("cpu")) == ["perf_event"]
-    names = {path.stem for path in Path(counters.__file__).parent.glob("*.py") if not path.stem.startswith("_")}
-    assert names == {*GPU_READERS, "perf_event"}
+    assert [list(READERS[kind]) for kind in ("cuda", "cpu")] == [["nvml_gpm", "dcgm_exporter"], ["perf_event"]]
 
 
 # What a training run is given
@@ -56,9 +42,6 @@ def test_gpu_readers_are_tried_from_the_driver_to_the_server_and_cpu_readers_onl
 
 class Exploding:
     """A reader with defects of every kind."""
-
-    def start(self) -> None:
-        raise RuntimeError("start")
 
     def read(self) -> dict[str, Any]:
         raise ZeroDivisionError("read")
@@ -69,42 +52,32 @@ class Exploding:
 
 def test_a_reader_that_fails_gives_a_reading_without_values_and_says_why() -> None:
     reader = CounterReader("exploding", Exploding())
-    assert reader.read() == Reading(note="exploding: ZeroDivisionError: read")
-    reader.start()
-    assert reader.read() == Reading(note="exploding: RuntimeError: start")
+    assert reader.read() == {**READING, "note": "exploding: ZeroDivisionError: read"}
     reader.close()
     reader.close()
-    assert reader.read() == Reading(note="exploding: closed")
+    assert reader.read() == {**READING, "note": "exploding: closed"}
 
 
 def test_no_reader_means_every_reason_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("FLOPMETER_DCGM_EXPORTER", "file:///etc/hostname")
-    answer = open_counters("cuda:0", uuid="GPU-1")
-    assert str(answer) == (
+    assert why_not("cuda:0", "GPU-1") == (
         "hardware counters: none (nvml_gpm: nvidia-ml-py is not installed;"
         " dcgm_exporter: FLOPMETER_DCGM_EXPORTER is 'file:///etc/hostname', which is no http address)"
     )
 
 
 def test_a_defect_in_a_reader_costs_only_that_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perf_event, "fp_events", lambda cpu, kernel: 1 // 0)
-    answer = open_counters("cpu")
-    assert isinstance(answer, Unavailable)
-    assert "ZeroDivisionError" in answer.reasons["perf_event"]
+    monkeypatch.setattr(counters, "fp_events", lambda cpu: 1 // 0)
+    assert "(perf_event: ZeroDivisionError:" in why_not("cpu")
 
 
 def test_a_device_that_no_reader_is_made_for_is_named() -> None:
-    assert str(open_counters("mps")) == "hardware counters: none (no reader is made for mps)"
+    assert why_not("mps") == "hardware counters: none (no reader is made for mps)"
 
 
-@pytest.mark.parametrize(
-    ("uuid", "reason"), [(None, "the GPU's UUID is not known"), ("MIG-slice", "a MIG slice's counters are not read")]
-)
-def test_gpu_readers_refuse_a_gpu_that_is_known_by_index_only_and_a_slice_of_one(uuid: str | None, reason: str) -> None:
-    answer = open_counters("cuda:0", uuid=uuid)
-    assert isinstance(answer, Unavailable)
-    assert answer.reasons == dict.fromkeys(GPU_READERS, reason)
+def test_a_gpu_that_is_known_by_index_only_is_refused() -> None:
+    assert why_not("cuda:0") == "hardware counters: none (the GPU's UUID is not known)"
 
 
 # NVML GPM
@@ -212,13 +185,12 @@ def test_metric_numbers_are_those_of_nvidia_ml_py(pynvml: Any) -> None:
         pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: "tensor_active",
         pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: "dram_active",
     }
-    assert by_number == nvml_gpm.METRICS
+    assert by_number == counters.GPM_METRICS
 
 
-def test_gpm_compares_each_sample_with_the_one_before_it(pynvml: Any, nvml: FakeNvml) -> None:
+def test_gpm_compares_each_sample_with_the_one_before_it(nvml: FakeNvml) -> None:
     clock = Clock()
-    reader = nvml_gpm.NvmlGpmReader(pynvml, "GPU-hopper", clock=clock)
-    reader.start()
+    reader = counters.NvmlGpm("GPU-hopper", clock=clock)
     clock.now_s += 0.0625
     assert reader.read() == {"note": "less than 0.1 s since the last reading"}
     assert nvml.taken == [0x10]
@@ -238,9 +210,8 @@ def test_gpm_compares_each_sample_with_the_one_before_it(pynvml: Any, nvml: Fake
 
 
 def test_gpm_frees_its_samples_and_leaves_nvml_as_it_was(nvml: FakeNvml) -> None:
-    reader = opened("cuda:0", "hopper")
+    reader = open_counters("cuda:0", uuid="hopper")
     assert (reader.name, nvml.num_open) == ("nvml_gpm", 1)
-    assert reader.read().note == "nvml_gpm: read before start"
     reader.close()
     reader.close()
     assert (nvml.freed, nvml.num_open) == ([0x10, 0x20], 0)
@@ -250,17 +221,17 @@ def test_gpm_frees_its_samples_and_leaves_nvml_as_it_was(nvml: FakeNvml) -> None
     ("uuid", "reason"), [("GPU-ampere", r"no GPM \(Hopper or newer"), ("GPU-elsewhere", "Not Found|error 6")]
 )
 def test_a_gpu_without_gpm_and_one_that_nvml_does_not_know_are_refused_and_nvml_closed(
-    nvml: FakeNvml, uuid: str, reason: str
+    pynvml: Any, nvml: FakeNvml, uuid: str, reason: str
 ) -> None:
-    with pytest.raises(CounterUnavailableError, match=reason):
-        nvml_gpm.open(uuid)
+    with pytest.raises((CounterUnavailableError, pynvml.NVMLError), match=reason):
+        counters.NvmlGpm(uuid)
     assert (nvml.num_open, nvml.num_allocated) == (0, 0)
 
 
 def test_an_old_pynvml_is_told_apart_from_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())
     with pytest.raises(CounterUnavailableError, match="pip install -U nvidia-ml-py"):
-        nvml_gpm.open("GPU-hopper")
+        counters.NvmlGpm("GPU-hopper")
 
 
 # dcgm-exporter
@@ -285,7 +256,7 @@ NOTE = {"note": "averaged by the exporter over its own collection interval"}
     ],
 )
 def test_an_exporters_text_is_read_whatever_its_spelling(uuid: str, expected: dict[str, float]) -> None:
-    assert dcgm_exporter.find_reading((DATA / "dcgm_exporter_boards.txt").read_text(), uuid) == expected | NOTE
+    assert counters.read_exporter((DATA / "dcgm_exporter_boards.txt").read_text(), uuid) == expected | NOTE
 
 
 @pytest.mark.parametrize(
@@ -297,7 +268,7 @@ def test_an_exporters_text_is_read_whatever_its_spelling(uuid: str, expected: di
 )
 def test_a_slice_or_a_neighbour_never_stands_in_for_the_gpu(uuid: str, reason: str) -> None:
     with pytest.raises(CounterUnavailableError, match=reason):
-        dcgm_exporter.find_reading((DATA / "dcgm_exporter_mig.txt").read_text(), uuid)
+        counters.read_exporter((DATA / "dcgm_exporter_mig.txt").read_text(), uuid)
 
 
 def test_an_exporter_on_loopback_is_read_past_any_proxy_until_it_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,11 +290,10 @@ def test_an_exporter_on_loopback_is_read_past_any_proxy_until_it_goes_away(monke
         monkeypatch.setitem(sys.modules, "pynvml", None)
         monkeypatch.setenv("FLOPMETER_DCGM_EXPORTER", f"http://127.0.0.1:{server.server_port}/metrics")
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-        reader = opened("cuda:0", A100.removeprefix("GPU-"))
-        reader.start()
-        assert (reader.name, reader.read().tensor_active) == ("dcgm_exporter", 0.47)
-        assert reader.read() == Reading(note=f"dcgm_exporter: the exporter does not report {A100}")
-        assert "HTTP Error 503" in reader.read().note
+        reader = open_counters("cuda:0", uuid=A100.removeprefix("GPU-"))
+        assert (reader.name, reader.read()["tensor_active"]) == ("dcgm_exporter", 0.47)
+        assert reader.read() == {**READING, "note": f"dcgm_exporter: the exporter does not report {A100}"}
+        assert "HTTP Error 503" in reader.read()["note"]
         reader.close()
         server.shutdown()
 
@@ -332,26 +302,24 @@ def test_an_exporter_on_loopback_is_read_past_any_proxy_until_it_goes_away(monke
 def test_an_address_where_nothing_answers_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("FLOPMETER_DCGM_EXPORTER", address)
     with pytest.raises(CounterUnavailableError, match="no answer from"):
-        dcgm_exporter.open(A100)
+        counters.DcgmExporter(A100)
 
 
 # perf_event: which events, and what their sum means
-
-ANY_KERNEL = (6, 1)
 
 
 def cpu(vendor: str, family: int, model: int, *flags: str) -> Cpu:
     return Cpu(model="", vendor=vendor, family=family, model_number=model, flags=frozenset(flags), cores=1)
 
 
-def raw_codes(events: tuple[perf_event.CpuEvent, ...]) -> dict[str, int]:
+def raw_codes(events: tuple[counters.CpuEvent, ...]) -> dict[str, int]:
     assert {event.type for event in events} == {4}
     return {f"r{event.config:04x}": event.weight for event in events}
 
 
 @pytest.mark.parametrize("model", [0x55, 0x6A, 0x8F, 0xCF, 0xAD])
 def test_intel_with_avx512_sums_every_unit_of_the_table_with_its_weight(model: int) -> None:
-    events = perf_event.fp_events(cpu("GenuineIntel", 6, model, "avx512f"), ANY_KERNEL)
+    events = counters.fp_events(cpu("GenuineIntel", 6, model, "avx512f"))
     # FP_ARITH_INST_RETIRED is event 0xc7: scalar 01+02, 128 bit double 04, 128 single 08 + 256 double 10,
     # 256 single 20 + 512 double 40, 512 single 80.
     assert raw_codes(events) == {"r03c7": 1, "r04c7": 2, "r18c7": 4, "r60c7": 8, "r80c7": 16}
@@ -359,7 +327,7 @@ def test_intel_with_avx512_sums_every_unit_of_the_table_with_its_weight(model: i
 
 @pytest.mark.parametrize("model", [0x4F, 0x5E, 0x9E])
 def test_intel_without_avx512_asks_for_no_512_bit_unit(model: int) -> None:
-    events = perf_event.fp_events(cpu("GenuineIntel", 6, model, "avx2"), ANY_KERNEL)
+    events = counters.fp_events(cpu("GenuineIntel", 6, model, "avx2"))
     assert raw_codes(events) == {"r03c7": 1, "r04c7": 2, "r18c7": 4, "r20c7": 8}
 
 
@@ -377,7 +345,7 @@ def test_intel_without_avx512_asks_for_no_512_bit_unit(model: int) -> None:
     ],
 )
 def test_amd_counts_flops_directly_with_the_mask_of_its_generation(family: int, model: int, code: str) -> None:
-    events = perf_event.fp_events(cpu("AuthenticAMD", family, model), ANY_KERNEL)
+    events = counters.fp_events(cpu("AuthenticAMD", family, model))
     assert raw_codes(events) == {code: 1}
 
 
@@ -395,41 +363,62 @@ def test_amd_counts_flops_directly_with_the_mask_of_its_generation(family: int, 
 )
 def test_a_cpu_without_codes_on_file_is_refused(unknown: Cpu) -> None:
     with pytest.raises(CounterUnavailableError, match="no event codes on file"):
-        perf_event.fp_events(unknown, ANY_KERNEL)
+        counters.fp_events(unknown)
 
 
-def test_amd_is_refused_on_a_kernel_that_would_lose_counts() -> None:
-    with pytest.raises(CounterUnavailableError, match=r"Linux 5\.6"):
-        perf_event.fp_events(cpu("AuthenticAMD", 0x19, 0x01), (5, 5))
-
-
-def test_units_that_the_events_do_not_see_are_named() -> None:
-    sapphire_rapids = cpu("GenuineIntel", 6, 0x8F, "avx512f", "avx512_bf16", "amx_tile", "avx512_fp16")
-    assert perf_event.uncounted(sapphire_rapids) == "not counted: AMX, AVX512-BF16, AVX512-FP16"
-    assert perf_event.uncounted(cpu("AuthenticAMD", 0x19, 0x11, "avx512_bf16")) == ""  # in Zen 4's mask 0x10
+def test_a_kernel_that_would_count_child_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "5.12.9-generic")
+    assert "Linux 5.13 or newer" in why_not("cpu")
 
 
 @pytest.mark.parametrize(
-    ("sample", "count"),
-    [((600, 1000, 1000), 600.0), ((600, 1000, 250), 2400.0), ((0, 0, 0), 0.0), ((0, 1000, 0), None)],
+    ("cpu", "note"),
+    [
+        (
+            cpu("GenuineIntel", 6, 0x8F, "avx512f", "avx512_bf16", "amx_tile", "avx512_fp16"),
+            "not counted: AMX, AVX512-BF16, AVX512-FP16",
+        ),
+        (cpu("AuthenticAMD", 0x19, 0x11, "avx512_bf16"), ""),  # in Zen 4's mask 0x10
+    ],
+)
+def test_units_that_the_events_do_not_see_are_named(monkeypatch: pytest.MonkeyPatch, cpu: Cpu, note: str) -> None:
+    monkeypatch.setattr(counters, "read_cpu", lambda: cpu)
+    monkeypatch.setattr(counters, "fp_events", lambda cpu: ())
+    monkeypatch.setattr(counters, "self_test", lambda reader: None)
+    assert counters.open_perf_event("").read()["note"] == note
+
+
+@pytest.mark.parametrize(
+    ("ticks", "expected"),
+    [
+        ((600, 1000, 1000), (600.0, "")),
+        ((600, 1000, 250), (2400.0, "scaled up: an event was counted 25 % of the time")),
+        ((0, 0, 0), (0.0, "")),
+        ((0, 1000, 0), (None, "another program holds the CPU's counters")),
+    ],
 )
 def test_an_event_that_shared_a_counter_is_scaled_to_the_whole_time(
-    sample: tuple[int, int, int], count: float | None
+    monkeypatch: pytest.MonkeyPatch, open_faults: Any, ticks: tuple[int, int, int], expected: tuple[float | None, str]
 ) -> None:
-    assert perf_event.scale_count(perf_event.Sample(*sample)) == count
+    reader = open_faults(())
+    reader._counters, reader._start = [(-1, 1)], [(7, 7, 7)]
+    monkeypatch.setattr(reader, "_read_counters", lambda: [tuple(7 + tick for tick in ticks)])
+    reading = reader.read()
+    reader._counters = []
+    assert (reading.get("flop"), reading["note"]) == expected
 
 
 def test_a_refusal_of_the_kernel_is_explained() -> None:
     setting = Path("/proc/sys/kernel/perf_event_paranoid")
     value = setting.read_text().strip() if setting.exists() else "unknown"
-    assert f"kernel.perf_event_paranoid is {value}:" in perf_event.explain_errno(errno.EACCES)
-    assert "no PMU" in perf_event.explain_errno(errno.ENOENT)
-    assert "perf_event_open failed" in perf_event.explain_errno(errno.EMFILE)
+    assert f"kernel.perf_event_paranoid is {value}:" in counters.explain_errno(errno.EACCES)
+    assert "no PMU" in counters.explain_errno(errno.ENOENT)
+    assert "perf_event_open failed" in counters.explain_errno(errno.EMFILE)
 
 
 # perf_event: the real kernel, with an event that needs no PMU. One page touched for the first time is one page fault.
 
-PAGE_FAULTS = perf_event.CpuEvent(type=1, config=2, weight=1)
+PAGE_FAULTS = counters.CpuEvent(type=1, config=2, weight=1)
 NUM_PAGES = 3000
 
 
@@ -440,18 +429,16 @@ def touch_pages() -> None:
 
 
 @pytest.fixture
-def open_faults() -> Iterator[Callable[..., perf_event.PerfEventReader]]:
+def open_faults() -> Iterator[Callable[..., PerfEvent]]:
     if not sys.platform.startswith("linux"):
         pytest.skip("perf_event_open is Linux's")
-    readers: list[perf_event.PerfEventReader] = []
+    readers: list[PerfEvent] = []
 
-    def open_reader(
-        events: tuple[perf_event.CpuEvent, ...] = (PAGE_FAULTS,), kernel: tuple[int, int] | None = None
-    ) -> perf_event.PerfEventReader:
+    def open_reader(events: tuple[counters.CpuEvent, ...] = (PAGE_FAULTS,)) -> PerfEvent:
         try:
-            readers.append(perf_event.PerfEventReader(events, kernel=kernel or perf_event.kernel_version()))
-        except OSError as error:
-            if error.errno not in {errno.EACCES, errno.EPERM, errno.ENOSYS}:
+            readers.append(PerfEvent("", events))
+        except CounterUnavailableError as error:
+            if getattr(error.__cause__, "errno", None) not in {errno.EACCES, errno.EPERM, errno.ENOSYS}:
                 raise
             pytest.skip(f"perf_event_open is forbidden here: {error}")
         return readers[-1]
@@ -462,9 +449,8 @@ def open_faults() -> Iterator[Callable[..., perf_event.PerfEventReader]]:
 
 
 def test_only_what_happens_after_the_start_is_counted_by_the_weight_of_its_event(open_faults: Any) -> None:
-    reader = open_faults((PAGE_FAULTS, PAGE_FAULTS._replace(weight=9)))
     touch_pages()
-    reader.start()
+    reader = open_faults((PAGE_FAULTS, PAGE_FAULTS._replace(weight=9)))
     before = reader.read()["flop"]
     touch_pages()
     after = reader.read()["flop"]
@@ -476,7 +462,6 @@ def test_threads_that_existed_before_and_threads_that_come_later_are_counted(ope
     early = threading.Thread(target=lambda: (begin.wait(), touch_pages()), daemon=True)
     early.start()
     reader = open_faults()
-    reader.start()
     begin.set()
     early.join()
     with_early = reader.read()["flop"]
@@ -488,20 +473,15 @@ def test_threads_that_existed_before_and_threads_that_come_later_are_counted(ope
 
 
 def test_child_processes_such_as_loader_workers_are_not_counted(open_faults: Any) -> None:
-    if perf_event.kernel_version() < (5, 13):
-        pytest.skip("this kernel cannot tell threads from child processes")
-    reader, counts_children = open_faults(), open_faults(kernel=(5, 12))
-    reader.start()
-    counts_children.start()
+    reader = open_faults()
     script = f"import mmap\n{inspect.getsource(touch_pages)}\nNUM_PAGES = {NUM_PAGES}\ntouch_pages()"
     subprocess.run([sys.executable, "-c", script], check=True)
-    assert reader.read()["flop"] < NUM_PAGES <= counts_children.read()["flop"]
-    assert "child processes count too" in counts_children.read()["note"]
+    assert reader.read()["flop"] < NUM_PAGES
 
 
 def test_counters_that_miss_known_multiplications_are_refused(open_faults: Any) -> None:
     with pytest.raises(CounterUnavailableError, match="the counters miss FLOPs"):
-        perf_event.self_test(open_faults())
+        counters.self_test(open_faults())
 
 
 def num_perf_event_files() -> int:
@@ -528,15 +508,17 @@ def test_a_process_with_too_many_threads_keeps_its_files(open_faults: Any) -> No
 
 def test_this_machine_counts_a_matmul_within_a_few_percent_or_says_why_not() -> None:
     numpy = pytest.importorskip("numpy")
-    reader = open_counters("cpu")
-    if isinstance(reader, Unavailable):
-        assert list(reader.reasons) == ["perf_event"]
-        assert len(reader.reasons["perf_event"]) > 10
+    reader, reason = None, ""
+    try:
+        reader = open_counters("cpu")
+    except CounterUnavailableError as error:
+        reason = str(error).partition("perf_event: ")[2]
+    if reader is None:
+        assert len(reason) > 10
         return
     a, b = numpy.ones((512, 512), numpy.float32), numpy.ones((512, 512), numpy.float32)
-    reader.start()
     for _ in range(8):
         a @ b
     reading = reader.read()
     reader.close()
-    assert reading.flop == pytest.approx(8 * 2 * 512**3, rel=0.05), reading.note
+    assert reading["flop"] == pytest.approx(8 * 2 * 512**3, rel=0.05), reading["note"]

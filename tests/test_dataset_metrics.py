@@ -25,15 +25,12 @@ from flopmeter.dataset_metrics import (  # noqa: E402
     MAX_DATASETS,
     DatasetMetrics,
     Taken,
-    Totals,
-    merge,
-    resolve,
 )
 
 
 def read(taken: Taken | None) -> dict[str, float]:
     assert taken is not None
-    return resolve(taken.totals(taken.sums.tolist() if taken.sums is not None else ()))
+    return taken.metrics(taken.sums.tolist() if taken.sums is not None else ())
 
 
 def measure(*updates: Any, **settings: Any) -> dict[str, float]:
@@ -202,7 +199,10 @@ def test_the_vectorised_sums_are_those_of_a_loop(batches: list[list[tuple[str, i
             row[3:] = [row[3] + (label == prediction), row[4] + (label != -100)]
     taken = metrics.take()
     assert metrics.num_dropped == 0
-    totals = {} if taken is None else taken.totals(taken.sums.tolist())
+    totals = {}
+    if taken is not None:
+        columns = dict(zip(taken.names, zip(*taken.sums.tolist(), strict=True), strict=False))
+        totals = {name: (count, *columns[name]) for name, count in taken.samples.items()}
     assert totals == {name: tuple(row) for name, row in expected.items()}
 
 
@@ -215,7 +215,8 @@ def test_samples_are_counted_in_every_batch_and_losses_in_one_of_so_many() -> No
         metrics.update(["web", "web"], torch.tensor([1.0, 3.0]))
     taken = metrics.take()
     assert taken is not None
-    assert taken.totals(taken.sums.tolist())["web"] == Totals(samples=100, loss=5 * 4.0, loss_samples=5 * 2)
+    assert taken.sums[:2, 0].tolist() == [5 * 4.0, 5 * 2]
+    assert read(taken) == {"dataset/web/loss": 2.0, "dataset/web/samples": 100}
 
 
 def test_the_first_batch_is_looked_at() -> None:
@@ -377,20 +378,6 @@ def test_names_without_end_are_dropped(caplog: pytest.LogCaptureFixture) -> None
         "dataset metrics: an update is dropped (more than 1000 dataset names: are they names of samples?);"
         " more of them will be in silence"
     ]
-
-
-# Several ranks
-
-
-def test_totals_of_ranks_with_other_datasets_add_up_to_those_of_the_job() -> None:
-    first, second, whole = (DatasetMetrics(every=1) for _ in range(3))
-    labels, predictions = torch.tensor([1, 1]), torch.tensor([1, 0])
-    for metrics in (first, whole):
-        metrics.update(["web", "code"], torch.tensor([1.0, 2.0]), None, labels, predictions)
-    for metrics in (second, whole):
-        metrics.update(["books", "web"], torch.tensor([4.0, 8.0]), None, labels, predictions)
-    parts = [taken.totals(taken.sums.tolist()) for metrics in (first, second) if (taken := metrics.take())]
-    assert resolve(merge(parts)) == read(whole.take())
 
 
 # What does not fit

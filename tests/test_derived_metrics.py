@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +19,10 @@ from torch import nn
 
 import flopmeter.sinks
 from flopmeter import Run, TrainingMonitor, load_run, watch
+from flopmeter.monitor import digest
 
 SINK = """
+import csv
 import json
 
 
@@ -62,7 +66,15 @@ def a_sink_that_keeps_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     sys.modules.pop("flopmeter.sinks.kept", None)
 
 
-def train(folder: Path, num_steps: int = 12, *, padding: int = 0, is_mixed: bool = False, **config: Any) -> None:
+def train(
+    folder: Path,
+    num_steps: int = 12,
+    *,
+    padding: int = 0,
+    is_mixed: bool = False,
+    at_the_end: list[dict[str, float]] | None = None,
+    **config: Any,
+) -> dict[str, float]:
     torch.manual_seed(0)
     model = Net(is_mixed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -75,7 +87,9 @@ def train(folder: Path, num_steps: int = 12, *, padding: int = 0, is_mixed: bool
         optimizer.zero_grad()
         if step % 4 == 3:
             pause(monitor)
-    monitor.finish_training()
+    if at_the_end is not None:
+        at_the_end.append(monitor.latest(10.0))
+    return monitor.finish_training()
 
 
 def pause(monitor: TrainingMonitor) -> None:
@@ -128,16 +142,116 @@ def test_what_is_derived_from_the_record_is_what_was_known_live(tmp_path: Path, 
         assert not {"perf/data_wait_share", "perf/host_to_device_share", "perf/backward_share"} & set(run.columns)
 
 
-def test_a_row_holds_no_derived_value_and_half_the_bytes(tmp_path: Path) -> None:
-    train(tmp_path)
-    rows = [line["metrics"] for line in lines_of(tmp_path) if line["kind"] == "step"]
-    assert all(not DERIVED & row.keys() for row in rows)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_every_place_that_shows_a_metric_shows_the_same_number(tmp_path: Path, is_mixed: bool) -> None:
+    """A sink's aggregates, `latest()`, the summary and training_log.json, worked out here from the steps of `load_run`.
+
+    Rates and shares of many steps are those of the whole stretch: weighted by step time, without marked steps.
+    """
+    taken: list[dict[str, float]] = []
+    returned = train(tmp_path, 24, padding=2, is_mixed=is_mixed, detail_every=6, at_the_end=taken)
+    run = load_run(tmp_path)
+    step_s, steady = run.column("perf/step_time"), run.steady()
+
+    def over(places: list[int], key: str) -> float:
+        values = run.columns[key]
+        if key in ("perf/step_time", "perf/model_flop"):
+            return sum(values[place] for place in places) / len(places)
+        if key == "perf/steps_per_second":
+            return len(places) / sum(step_s[place] for place in places)
+        return sum(values[place] * step_s[place] for place in places) / sum(step_s[place] for place in places)
+
+    derived = DERIVED - {"perf/goodput", "global_step"}
+    details = [(step, metrics) for step, metrics in live(tmp_path) if "perf/mfu" in metrics]
+    assert len(details) >= 3
+    since = 0
+    for step, metrics in details:
+        places = [place for place in steady if since < run.step[place] <= step]
+        assert {key: metrics[key] for key in derived} == pytest.approx({key: over(places, key) for key in derived})
+        since = step
+    assert taken[0].keys() >= derived
+    ended = list(steady)[:-1]  # the last step ended with the run
+    assert taken[0] == pytest.approx({key: over(ended, key) for key in taken[0]})
+    assert run.summary is not None
+    for summary in (run.summary["metrics"], returned, run.sum_up()):
+        known = [key for key in derived & summary.keys() if key != "perf/steps_per_second"]
+        assert {"perf/mfu", "perf/hfu", "perf/mfu_processed", "perf/forward_share"} <= set(known)
+        assert {key: summary[key] for key in known} == pytest.approx({key: over(list(steady), key) for key in known})
+        assert summary["step_time_median_s"] == statistics.median(step_s[place] for place in steady)
+    logs = json.loads((tmp_path / "training_log.json").read_text())["step_logs"]
+    for place, log in enumerate(logs):
+        values = {key: column[place] for key, column in run.columns.items() if math.isfinite(column[place])}
+        assert {key: value for key, value in log.items() if key != "step"} == values
+
+
+def test_a_row_holds_no_derived_value_and_few_bytes(tmp_path: Path) -> None:
+    train(tmp_path, padding=2, detail_every=1000)
+    lines = lines_of(tmp_path)
+    rows = [line for line in lines if line["kind"] == "step"]
+    # Law, seven times of a step, and of four texts of 8 tokens with 2 of padding: samples, tokens, with padding, causal
+    # pairs of texts of 6, pairs of rows of 8, and as many that run.
+    assert rows[0]["row"][7:] == [4, 24, 32, 4 * 21, 4 * 64, 4 * 64]
+    assert all(row.keys() <= {"kind", "step", "time", "row", "loop", "marks", "metrics"} for row in rows)
+    assert all(not DERIVED & row.get("metrics", {}).keys() for row in rows)
     sizes = [len(line) for line in (tmp_path / "run.jsonl").read_text().splitlines() if '"kind":"step"' in line]
-    assert max(sizes) < 500
+    assert sum(sizes) / len(sizes) < 160
 
 
-def test_a_restarted_run_has_the_goodput_of_each_start(tmp_path: Path) -> None:
-    for num_steps in (5, 6):
+def test_the_first_count_serves_the_steps_before_it(tmp_path: Path) -> None:
+    train(tmp_path)
+    header, *lines = lines_of(tmp_path)
+    (counted,) = (line for line in lines if line["kind"] == "law" and not line["is_estimate"])
+    estimated = counted | {"law": 9, "is_estimate": True, "exact": {"fp32": {"tokens": 1.0}}}
+    for line in [line for line in lines if line["kind"] == "step"][:5]:
+        line["row"][0] = 9
+    # Two linear layers (16 x 32 and 32 x 50), forward and twice that in the backward pass, on four texts of 8, 9, 10.
+    a_token = 3 * 2 * (16 * 32 + 32 * 50)
+    run = rewritten(tmp_path / "served", [header, estimated, *lines])
+    assert list(run.column("perf/model_flop")[:6]) == [a_token * 4 * length for length in (8, 9, 10, 8, 9, 10)]
+    changed = {"state": counted["state"] + 1}, {"kinds": ["tokens", "patches"]}  # of which there is no count
+    for place, other in enumerate(changed):
+        run = rewritten(tmp_path / f"other {place}", [header, estimated | other, *lines])
+        assert list(run.column("perf/model_flop")[:6]) == [4 * 8, 4 * 9, 4 * 10, 4 * 8, 4 * 9, a_token * 4 * 10]
+
+
+def test_a_run_can_be_read_under_the_other_convention(tmp_path: Path) -> None:
+    train(tmp_path / "exact", padding=2)
+    train(tmp_path / "full", padding=2, convention="full")
+    exact, full = load_run(tmp_path / "exact"), load_run(tmp_path / "full")
+    for run, other, name in ((exact, full, "full"), (full, exact, "exact")):
+        read = run.derived({}, name)
+        assert read.header.convention == name
+        assert list(read.column("perf/model_flop")) == pytest.approx(list(other.column("perf/model_flop")))
+        ratio = read.column("perf/mfu")[-1] / run.column("perf/mfu")[-1]
+        assert ratio == pytest.approx(other.column("perf/model_flop")[-1] / run.column("perf/model_flop")[-1])
+        assert list(read.column("perf/hfu")) == pytest.approx(list(run.column("perf/hfu")))
+        again = read.derived({}, run.header.convention)
+        assert list(again.column("perf/mfu")) == pytest.approx(list(run.column("perf/mfu")))
+
+
+def test_a_step_of_a_law_that_is_not_in_the_file_has_no_flops(tmp_path: Path) -> None:
+    train(tmp_path)
+    run = rewritten(tmp_path / "torn", [line for line in lines_of(tmp_path) if line["kind"] != "law"])
+    assert not {"perf/mfu", "perf/model_flop"} & set(run.columns)
+    assert list(run.column("perf/tokens_per_second")) == pytest.approx(
+        list(load_run(tmp_path).column("perf/tokens_per_second"))
+    )
+
+
+def test_whoever_reads_only_the_end_of_a_long_file_finds_the_laws_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "REPEAT_EVERY", 60)
+    train(tmp_path, 130, sinks=[])
+    lines = lines_of(tmp_path)
+    end = [lines[0], *lines[-100:]]
+    whole, part = load_run(tmp_path), rewritten(tmp_path / "end", end)
+    assert part.column("perf/mfu") == whole.column("perf/mfu")[-len(part) :]
+
+
+def test_a_restarted_run_has_the_goodput_of_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, num_steps in enumerate((5, 6)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
         train(tmp_path, num_steps)
     run = check_against_live(tmp_path)
     assert len(run.headers) == 2
@@ -161,21 +275,23 @@ def test_devices_and_starts_are_held_against_their_own_peaks(tmp_path: Path) -> 
     train(tmp_path, 4)
     header, *lines = lines_of(tmp_path)
     steps = [line for line in lines if line["kind"] == "step"]
+    laws = [line for line in lines if line["kind"] == "law"]
     usual, rate = list(load_run(tmp_path).column("perf/mfu")), header["peak"]["fp32"]["flop_per_s"]
 
     def peak(factor: float) -> dict[str, Any]:
         return {"kind": "event", "event": "peak", "dtype": "fp32", "device": "another", "flop_per_s": factor * rate}
 
     moved = {"kind": "event", "event": "device", "device": "another"}
-    run = rewritten(tmp_path / "moved", [header, *steps[:2], moved, *steps[2:], peak(2.0)])
+    run = rewritten(tmp_path / "moved", [header, *laws, *steps[:2], moved, *steps[2:], peak(2.0)])
     assert list(run.column("perf/mfu")) == pytest.approx([*usual[:2], usual[2] / 2, usual[3] / 2])
-    unknown = rewritten(tmp_path / "unknown", [header, *steps[:2], moved, *steps[2:]])
+    unknown = rewritten(tmp_path / "unknown", [header, *laws, *steps[:2], moved, *steps[2:]])
     assert list(unknown.column("perf/mfu")) == pytest.approx([*usual[:2], math.nan, math.nan], nan_ok=True)
-    four = steps[1] | {"metrics": steps[1]["metrics"] | {".device_ns": 4 * steps[1]["metrics"][".ns"]}}
-    run = rewritten(tmp_path / "of four", [header, steps[0], four])
+    job = {"kind": "job", "flop": 1, "tokens": 1, "samples": 3, "devices": 4}
+    run = rewritten(tmp_path / "of four", [header, *laws, steps[0], job, steps[1]])
+    assert list(run.amount("samples")) == pytest.approx([4, 12])
     assert list(run.column("perf/mfu")) == pytest.approx([usual[0], usual[1] / 4])
     restarted = header | {"peak": {"fp32": peak(4.0)}}
-    run = rewritten(tmp_path / "restarted", [header, *steps[:2], restarted, *steps[2:]])
+    run = rewritten(tmp_path / "restarted", [header, *laws, *steps[:2], restarted, *laws, *steps[2:]])
     assert list(run.column("perf/mfu")) == pytest.approx([*usual[:2], usual[2] / 4, usual[3] / 4])
     assert run.peaks["fp32"]["flop_per_s"] == 4 * rate
 
@@ -211,7 +327,7 @@ def test_each_dtype_of_a_mixed_run_is_held_against_its_own_peak(tmp_path: Path) 
 
 def test_a_step_whose_flops_are_not_in_the_record_has_no_mfu_of_other_peaks(tmp_path: Path) -> None:
     written = {"perf/step_time": 0.5, "perf/mfu": 0.25, "perf/tokens_per_second": 10.0}
-    lines = [{"kind": "header", "schema": 1}, {"kind": "step", "step": 1, "time": 1.0, "metrics": written}]
+    lines = [{"kind": "header", "schema": 2}, {"kind": "step", "step": 1, "time": 1.0, "metrics": written}]
     run = rewritten(tmp_path / "old", lines)
     assert {key: column[0] for key, column in run.columns.items()} == written
     assert {key: column[0] for key, column in run.derived({"bf16": 1e15}).columns.items()} == {
@@ -260,20 +376,48 @@ def test_the_record_of_a_job_of_two_ranks_gives_the_whole_jobs_metrics(tmp_path:
 def test_numbers_that_cannot_be_ones_are_unknown_and_harm_nobody(tmp_path: Path) -> None:
     train(tmp_path, 4)
     lines = lines_of(tmp_path)
+    laws = [line for line in lines if line["kind"] == "law"]
     usual = next(line for line in lines if line["kind"] == "step")
-    keys = [key for key in usual["metrics"] if key.startswith(".")]
-    assert len(keys) >= 10
+    assert len(usual["row"]) >= 10
     bad: list[Any] = [0, -1, 5e-324, 1e308, "NaN", "Infinity", "-Infinity", None, True, [1], "x", 10**400]
-    damaged = [usual | {"step": 10 + place, "metrics": {**usual["metrics"], key: value}}
-               for place, (key, value) in enumerate((key, value) for key in keys for value in bad)]  # fmt: skip
+    pairs = [(place, value) for place in range(len(usual["row"])) for value in bad]
+    damaged = [usual | {"step": 10 + number, "row": [*usual["row"][:place], value, *usual["row"][place + 1 :]]}
+               for number, (place, value) in enumerate(pairs)]  # fmt: skip
+    damaged += [usual | {"row": row} for row in ([], [1], usual["row"] + [1] * 100)]
+    odd_laws = [{"kind": "law", "law": law, "exact": parts} for law, parts in enumerate(bad, start=5)]
+    odd_laws += [{"kind": "law", "law": 30, "exact": {"fp32": {"tokens": value, "x": 1}}} for value in bad]
+    odd_laws += [{"kind": "law", "law": value} for value in bad]
+    odd_laws += [{"kind": "job", name: value} for name in ("flop", "devices") for value in bad]
     odd = usual | {"metrics": {".model_flop": 1, ".device_ns/x": 2, ".mine": 3, ".ns": 10**9, "mine": 4}}
     peaks: list[Any] = [0, -1, "x", None, math.inf, 1e308, True]
     events = [{"kind": "event", "event": "peak", "dtype": f"odd{place}", "flop_per_s": peak}
               for place, peak in enumerate(peaks)]  # fmt: skip
-    run = rewritten(tmp_path / "damaged", [lines[0], *events, *damaged, odd, usual])
+    run = rewritten(tmp_path / "damaged", [lines[0], *odd_laws, *laws, *events, *damaged, odd, usual])
     assert len(run) == len(damaged) + 2
     assert all(len(column) == len(run) for column in run.columns.values())
     assert all(not 1e100 <= abs(value) < math.inf for column in run.columns.values() for value in column)
     assert (run.column(".mine")[-2], run.column("mine")[-2]) == (3.0, 4.0)
     assert run.column("perf/mfu")[-1] == load_run(tmp_path).column("perf/mfu")[0]
     assert set(run.derived({"fp32": 1.0}).columns) == set(run.columns)
+
+
+def flopmeter_says(*arguments: str) -> str:
+    command = [sys.executable, "-m", "flopmeter", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_the_command_reports_every_step_under_a_stated_peak_and_convention(tmp_path: Path) -> None:
+    train(tmp_path, padding=2)
+    run = load_run(tmp_path)
+    options = ("--peak-flop-per-s", "1e12", "--convention", "full")
+    names, *rows = csv.reader(flopmeter_says("report", str(tmp_path), "--format", "csv", *options).splitlines())
+    objects = flopmeter_says("report", str(tmp_path), "--format", "jsonl", *options).splitlines()
+    assert len(rows) == len(objects) == len(run)
+    row, last = dict(zip(names, rows[-1], strict=True)), json.loads(objects[-1])
+    # The last step has four texts of 10 tokens, padding included, all of which count as full.
+    a_token = 3 * 2 * (16 * 32 + 32 * 50)
+    assert float(row["perf/model_flop"]) == last["perf/model_flop"] == pytest.approx(a_token * 4 * 10)
+    assert last["perf/mfu"] == pytest.approx(last["perf/model_flop"] / last["perf/step_time"] / 1e12)
+    assert [row["step"], rows[0][names.index("marks")]] == [str(run.step[-1]), "warmup"]
+    page = flopmeter_says("report", str(tmp_path), "--format", "md", *options)
+    assert "stated when the run was read" in page

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+import flopmeter
 from flopmeter import TrainingMonitor, load_run, watch
 from flopmeter.devices import Peak
 from flopmeter.flops.frames import Batch
 from flopmeter.flops.workload import Workload
 from flopmeter.monitor.device_time import DeviceTime
-from flopmeter.timing.events import DeviceStep, DeviceTimeline, PhaseTime
+from flopmeter.timing.events import FIRST_STEPS, DeviceStep, DeviceTimeline, PhaseTime, is_sampled
 from simulated_device import MS, US, SimulatedDevice, timeline_on
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "detail_every": 20}}
@@ -42,7 +47,7 @@ class Simulated(nn.Module):
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_s: float, **device: Any) -> dict[str, Any]:
     simulated = SimulatedDevice(**device)
-    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256))
+    monkeypatch.setattr("flopmeter.monitor.live_run.timeline_of", lambda _: timeline_on(simulated, num_events=256))
     model = Simulated(simulated, num_kernels=100, kernel_s=kernel_s)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
@@ -53,7 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_s: float, **devi
         simulated.stream.synchronize()
     monitor.finish_training()
     events = [event for event in load_run(tmp_path).events if event["event"] == "device_time"]
-    assert monitor._num_failures == 0
+    assert monitor.run.num_failures == 0
     return events[0]
 
 
@@ -95,16 +100,16 @@ class Timeline:
 def test_steps_that_do_not_represent_the_run_are_in_no_mean_however_late_they_come(num_behind: int) -> None:
     events: list[dict[str, Any]] = []
     told: list[Mapping[str, float]] = []
-    atypical_s = {1: 30.0, 2: 30.0, 3: 30.0, 10: 5.0}  # a warm-up that compiles, and a measured step
-    timeline = Timeline([atypical_s.get(number, 0.1) for number in range(1, 26)], num_behind)
-    device_time = DeviceTime(timeline, lambda _, **fields: events.append(fields), every=20)  # type: ignore[arg-type]
+    atypical_s = {1: 30.0, 2: 30.0, 3: 30.0, 5: 5.0}  # a warm-up that compiles, and a measured step
+    timeline = Timeline([atypical_s.get(number, 0.1) for number in range(1, FIRST_STEPS + 1)], num_behind)
+    device_time = DeviceTime(timeline, lambda _, **fields: events.append(fields), every=12)  # type: ignore[arg-type]
     device_time.on_step = told.append
-    for number in range(1, 26):
+    for number in range(1, FIRST_STEPS + 1):
         device_time.end_step(number)
         device_time.take_finished(number, is_typical=number not in atypical_s)
-    assert [event["num_steps"] for event in events] == [20 - num_behind - 4]
+    assert [event["num_steps"] for event in events] == [12 - num_behind - 4]
     assert events[0]["device_s"]["forward"] == pytest.approx(0.1)
-    assert [phase_s["forward"] for phase_s in told] == [0.1] * (25 - num_behind - 4)
+    assert [phase_s["forward"] for phase_s in told] == [0.1] * (FIRST_STEPS - num_behind - 4)
 
 
 def test_a_watched_run_leaves_its_marked_steps_out_of_the_device_times(
@@ -114,7 +119,8 @@ def test_a_watched_run_leaves_its_marked_steps_out_of_the_device_times(
     marked = [index for index in load_run(tmp_path).marks if index < 19]
     assert marked[:4] == [0, 1, 2, 3]  # three warm up, the fourth is observed; one more may be profiled
     # The event is written when the host ends its twentieth step, which the device has still to finish.
-    assert event["num_steps"] == 19 - len(marked)
+    # Beyond the first fifteen one step in sixteen is marked: the 34th is the next.
+    assert event["num_steps"] == FIRST_STEPS - len([index for index in marked if index < FIRST_STEPS])
 
 
 class Text(nn.Module):
@@ -133,7 +139,7 @@ def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
 ) -> None:
     simulated = SimulatedDevice()  # while it captures, every record or query raises RuleBroken
-    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated))
+    monkeypatch.setattr("flopmeter.monitor.live_run.timeline_of", lambda _: timeline_on(simulated))
 
     read = Batch.workload
 
@@ -153,16 +159,16 @@ def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
 
     for _ in range(num_before):
         step()
-    assert monitor._effort.is_measuring == (num_before == 3)  # torch's recipe warms up for as many steps as we do
+    assert monitor.run.effort.is_measuring == (num_before == 3)  # torch's recipe warms up for as many steps as we do
     simulated.is_capturing = True
     step()
-    assert not monitor._effort.is_measuring
+    assert not monitor.run.effort.is_measuring
     assert torch._C._len_torch_dispatch_stack() == 0
     simulated.is_capturing = False
     for _ in range(6):
         step()
     monitor.finish_training()
-    assert monitor._num_failures == 0
+    assert monitor.run.num_failures == 0
     run = load_run(tmp_path)
     assert len(run) == num_before + 6
     assert [event["name"] for event in run.events if event["event"] == "pause" and event["name"] != "flopmeter"] == [
@@ -174,18 +180,18 @@ def test_a_step_that_is_captured_into_a_graph_is_left_alone_and_is_no_step(
 
 def test_a_sample_that_meets_a_capture_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedDevice()
-    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated))
+    monkeypatch.setattr("flopmeter.monitor.live_run.timeline_of", lambda _: timeline_on(simulated))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
-    sampling = monitor._effort.sampling
+    sampling = monitor.run.effort.sampling
     for _ in range(100):
         if sampling.running is not None:
             simulated.is_capturing = True
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        assert monitor._worker is not None
-        monitor._worker.drain(10.0)
+        assert monitor.run.worker is not None
+        monitor.run.worker.drain(10.0)
         if simulated.is_capturing:
             break
     assert simulated.is_capturing
@@ -210,23 +216,23 @@ def test_a_model_that_is_moved_after_watch_is_held_against_the_device_where_it_t
         return timeline_on(simulated) if device.type == "cuda" else None
 
     monkeypatch.setattr("flopmeter.monitor.measuring.peak_flops", peak)
-    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", timeline)
-    for module in ("measuring", "lifetime", "header"):
+    monkeypatch.setattr("flopmeter.monitor.live_run.timeline_of", timeline)
+    for module in ("measuring", "live_run", "header"):
         monkeypatch.setattr(f"flopmeter.monitor.{module}.device_of", lambda _: where[0])
-    monkeypatch.setattr("flopmeter.monitor.lifetime.device_name", lambda device: f"name of {device.type}")
-    monkeypatch.setattr("flopmeter.monitor.header.device_uuid", lambda _: None)
+    monkeypatch.setattr("flopmeter.monitor.live_run.device_name", lambda device: f"name of {device.type}")
+    monkeypatch.setattr("flopmeter.monitor.header.device_uuid", lambda device: f"uuid of {device.type}")
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config={"monitoring": {"sinks": [], "profile_steps": False}})
-    monitor._start()  # as after the first forward pass
+    monitor.run.start_now()  # as after the first forward pass
     where[0] = torch.device("cuda", 0)  # as model.to("cuda") does
     for _ in range(8):
         model(torch.ones(8, 64)).sum().backward()
         optimizer.step()
-    assert monitor._resources is not None
-    assert monitor._resources._device == "cuda:0"
+    assert monitor.run.resources is not None
+    assert monitor.run.resources._uuid == "uuid of cuda"
     monitor.finish_training()
-    assert monitor._num_failures == 0
+    assert monitor.run.num_failures == 0
     run = load_run(tmp_path)
     assert run.header.device == "name of cuda"
     assert [peak["device"] for peak in run.peaks.values()] == ["cuda:0"]
@@ -255,7 +261,7 @@ def test_communication_that_the_device_waits_for_reaches_the_sinks_as_a_share() 
 def test_a_phase_that_the_loop_names_is_marked_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedDevice()
     timeline = timeline_on(simulated, num_events=256)
-    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline)
+    monkeypatch.setattr("flopmeter.monitor.live_run.timeline_of", lambda _: timeline)
     model = nn.Linear(4, 4)
     monitor = TrainingMonitor(tmp_path, CONFIG, model=model)  # no optimizer: its hooks would mark, too
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -276,20 +282,65 @@ def test_steps_that_the_device_finishes_while_the_last_numbers_come_are_in_the_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated = SimulatedDevice()
-    monkeypatch.setattr("flopmeter.monitor.lifetime.timeline_of", lambda _: timeline_on(simulated, num_events=256))
+    monkeypatch.setattr("flopmeter.monitor.live_run.timeline_of", lambda _: timeline_on(simulated, num_events=256))
     model = Simulated(simulated, num_kernels=10, kernel_s=50 * US)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, output_dir=tmp_path, config=CONFIG)
-    flush = monitor._steps.flush
+    flush = monitor.recorder.flush
 
     def flush_slowly() -> None:
         simulated.stream.synchronize()
         flush()
 
-    monkeypatch.setattr(monitor._steps, "flush", flush_slowly)
+    monkeypatch.setattr(monitor.recorder, "flush", flush_slowly)
     for _ in range(10):  # all in the device's queue when the loop is over
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     monitor.finish_training()
     (event,) = [event for event in load_run(tmp_path).events if event["event"] == "device_time"]
     assert event["num_steps"] == 10 - len(load_run(tmp_path).marks)
+
+
+def calls_of_ours(step: Callable[[], None], num_steps: int) -> list[int]:
+    """Calls of Python functions of the package on this thread, step by step."""
+    package, nums = str(Path(flopmeter.__file__).parent), []
+    num = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal num
+        num += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    for _ in range(num_steps):
+        num = 0
+        sys.setprofile(note)
+        step()
+        sys.setprofile(None)
+        nums.append(num)
+    return nums
+
+
+def steps_in_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeline: DeviceTimeline | None) -> list[int]:
+    """Of the steps 201 to 300 of a run."""
+    monkeypatch.setattr("flopmeter.monitor.live_run.timeline_of", lambda _: timeline)
+    model, loader = nn.Linear(4, 4), DataLoader(torch.ones(1000, 4), batch_size=2)  # type: ignore[arg-type]
+    optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), iter(loader)
+
+    def step() -> None:
+        model(next(batches)).sum().backward()
+        optimizer.step()
+
+    with watch(model, optimizer, loader, output_dir=tmp_path, config=CONFIG):
+        for _ in range(200):
+            step()
+        return calls_of_ours(step, 100)
+
+
+def test_an_ordinary_step_takes_few_calls_on_a_device_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice()
+    on_host = steps_in_calls(tmp_path / "host", monkeypatch, None)
+    on_device = steps_in_calls(tmp_path / "device", monkeypatch, timeline_on(device, num_events=256))
+    assert statistics.median(on_host) <= 10
+    assert statistics.median(on_device) <= statistics.median(on_host) + 2  # is a graph being captured?
+    # Seven phases begin in a step, and one event is its start or end; the first fifteen are marked and one in sixteen.
+    num_marked = FIRST_STEPS + sum(is_sampled(step) for step in range(FIRST_STEPS + 1, 301))
+    assert num_marked * 4 <= device.num_records <= num_marked * 8

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flopmeter.devices import measure, measure_peak, peak_flops
-from flopmeter.devices.cpu import Cpu, derive, num_threads, read_cpu
-from flopmeter.devices.measure import cache_file, remember, remembered
+from flopmeter.devices import cpu as cpu_module
+from flopmeter.devices import measure, peak_flops
+from flopmeter.devices.cpu import Cpu, cache_folder, derive, num_threads, read_cpu
+from flopmeter.devices.measure import measure_peak
+from flopmeter.devices.roof import keep_roof, roof_of
 from flopmeter.errors import ConfigError, UnknownDeviceError
 
 AVX2 = frozenset({"sse2", "avx", "avx2", "fma"})
@@ -17,11 +19,19 @@ AVX512 = AVX2 | {"avx512f"}
 NEON = frozenset({"asimd"})
 
 
+def remember(dtype: str, flop_per_s: float) -> None:
+    keep_roof("cpu", None, dtype, {(8, 8, 8): flop_per_s}, {})
+
+
+def remembered(dtype: str) -> float | None:
+    roof = roof_of("cpu", None, dtype)
+    return roof["flop_per_s"] if roof else None
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOPMETER_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FLOPMETER_PEAK_FLOP_PER_S", raising=False)
-    monkeypatch.setattr(measure, "_measured_here", {})
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -63,24 +73,24 @@ def test_the_derived_peak_is_cores_times_clock_times_operations(
     cpu_fields: dict[str, object], dtype: str, flop_per_cycle: int
 ) -> None:
     cpu = Cpu(model="test", cores=4, clock_hz=3e9, **cpu_fields)
-    assert derive(dtype, cpu, threads=8).flop_per_s == 4 * 3e9 * flop_per_cycle
+    assert derive(dtype, cpu, threads=8)[0] == 4 * 3e9 * flop_per_cycle
 
 
 def test_bf16_without_units_for_it_is_at_most_the_fp32_rate_and_says_so() -> None:
     cpu = Cpu(model="test", cores=1, clock_hz=1e9, flags=AVX2)
-    derivation = derive("bf16", cpu, threads=1)
-    assert derivation.flop_per_s == derive("fp32", cpu, threads=1).flop_per_s
-    assert "no bf16 units" in derivation.note
+    flop_per_s, how = derive("bf16", cpu, threads=1)
+    assert flop_per_s == derive("fp32", cpu, threads=1)[0]
+    assert "no bf16 units" in how
 
 
 def test_fewer_threads_than_cores_lower_the_peak() -> None:
     cpu = Cpu(model="test", cores=8, clock_hz=1e9, flags=AVX2)
-    assert derive("fp32", cpu, threads=2).flop_per_s == 2 * 1e9 * 32
+    assert derive("fp32", cpu, threads=2)[0] == 2 * 1e9 * 32
 
 
 @pytest.mark.parametrize("cpu", [Cpu(model="x", cores=1, clock_hz=1e9), Cpu(model="x", cores=1, flags=AVX2)])
 def test_an_unknown_instruction_set_or_clock_derives_nothing(cpu: Cpu) -> None:
-    assert derive("fp32", cpu, threads=1) is None
+    assert derive("fp32", cpu, threads=1) == (None, "the instruction set or the clock of this CPU is not known")
 
 
 def test_hyper_threads_count_once_and_the_highest_clock_is_taken(tmp_path: Path) -> None:
@@ -92,8 +102,8 @@ def test_hyper_threads_count_once_and_the_highest_clock_is_taken(tmp_path: Path)
     root = write(tmp_path, {"proc/cpuinfo": info, **topology, **clocks})
     cpu = read_cpu(root, cpus=range(4))
     assert (cpu.model, cpu.cores, cpu.clock_hz) == ("Test CPU", 2, 3.5e9)
-    assert "cpufreq" in derive("fp32", cpu, threads=4).note
-    assert derive("fp32", cpu, threads=1).note.startswith("1 core x ")
+    assert "cpufreq" in derive("fp32", cpu, threads=4)[1]
+    assert derive("fp32", cpu, threads=1)[1].startswith("1 core x ")
     assert read_cpu(root, cpus=[1, 3]).cores == 1  # an affinity to both threads of one core
 
 
@@ -141,26 +151,26 @@ def test_the_thread_count_is_torchs_when_torch_is_loaded() -> None:
 
 
 def test_the_larger_of_derived_and_measured_is_the_peak_and_both_are_shown() -> None:
-    derived = derive("fp32")
+    derived, how = derive("fp32")
     if derived is None:
         pytest.skip("this machine does not tell its instruction set or clock")
     before = peak_flops("cpu", "fp32")
-    assert (before.source, before.flop_per_s, before.measured_flop_per_s) == ("derived", derived.flop_per_s, None)
+    assert (before.source, before.flop_per_s, before.measured_flop_per_s) == ("derived", derived, None)
     # Other threads or another dtype would be measured in vain: the next look-up would not find it.
     command = f"OMP_NUM_THREADS={torch.get_num_threads()} flopmeter peak --device cpu --dtype fp32 --measure"
     assert before.note.endswith(f"; not measured yet: {command}")
     assert "--measure" in before.note
-    remember("fp32", derived.flop_per_s / 2)
+    remember("fp32", derived / 2)
     slower = peak_flops("cpu", "fp32")
-    assert (slower.source, slower.flop_per_s) == ("derived", derived.flop_per_s)
-    assert slower.measured_flop_per_s == derived.flop_per_s / 2
-    remember("fp32", derived.flop_per_s * 2)
+    assert (slower.source, slower.flop_per_s) == ("derived", derived)
+    assert slower.measured_flop_per_s == derived / 2
+    remember("fp32", derived * 2)
     faster = peak_flops("cpu", "fp32")
-    assert (faster.source, faster.flop_per_s) == ("measured", derived.flop_per_s * 2)
-    assert faster.derived_flop_per_s == derived.flop_per_s
+    assert (faster.source, faster.flop_per_s) == ("measured", derived * 2)
+    assert faster.derived_flop_per_s == derived
     assert faster.note.startswith(f"measured on this machine and kept for this user ({command} measures again)")
-    assert faster.note.endswith(f"derived would be less, {derived.flop_per_s / 1e9:.4g} GFLOP/s: {derived.note}")
-    assert derived.note in slower.note
+    assert faster.note.endswith(f"derived would be less, {derived / 1e9:.4g} GFLOP/s: {how}")
+    assert how in slower.note
     assert "measured on this machine" not in slower.note
 
 
@@ -172,7 +182,6 @@ def test_a_dtype_that_a_cpu_cannot_do_is_unknown() -> None:
 def test_of_several_measurements_the_best_is_kept_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for rate in (1e9, 3e9, 2e9):
         remember("fp32", rate)
-    monkeypatch.setattr(measure, "_measured_here", {})  # as in another process
     assert remembered("fp32") == 3e9
     assert remembered("bf16") is None
 
@@ -180,63 +189,69 @@ def test_of_several_measurements_the_best_is_kept_in_the_file(monkeypatch: pytes
 def test_a_measurement_counts_only_for_the_machine_torch_and_threads_it_was_taken_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def found_on(cpu: Cpu) -> float | None:
+        monkeypatch.setattr(cpu_module, "read_cpu", lambda: cpu)
+        return remembered("fp32")
+
     cpu = Cpu(model="test", cores=2)
-    remember("fp32", 1e9, cpu)
-    assert remembered("fp32", cpu) == 1e9
-    assert remembered("fp32", Cpu(model="test", cores=4)) is None
-    assert remembered("fp32", Cpu(model="another", cores=2)) is None
+    assert found_on(cpu) is None
+    remember("fp32", 1e9)
+    assert found_on(Cpu(model="test", cores=4)) is None
+    assert found_on(Cpu(model="another", cores=2)) is None
+    assert found_on(cpu) == 1e9
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "1.0")
-        assert remembered("fp32", cpu) is None
+        assert remembered("fp32") is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 99)
-        assert remembered("fp32", cpu) is None
-    assert remembered("fp32", cpu) == 1e9
+        assert remembered("fp32") is None
+    assert remembered("fp32") == 1e9
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": "b"}', b"[" * 100_000])
 def test_a_corrupt_cache_is_empty_and_can_be_written_again(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_bytes(content)
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "roofs.json").write_bytes(content)
     assert remembered("fp32") is None
     remember("fp32", 1e9)
-    monkeypatch.setattr(measure, "_measured_here", {})
     assert remembered("fp32") == 1e9
 
 
 def test_a_cache_entry_that_is_no_rate_is_ignored() -> None:
     remember("fp32", 1e9)
-    text = cache_file().read_text()
+    file = cache_folder() / "roofs.json"
+    text = file.read_text()
     for value in ("NaN", "-1", "Infinity", "null", '"fast"'):
-        cache_file().write_text(text.replace("1000000000.0", value))
-        measure._measured_here.clear()
+        file.write_text(text.replace("1000000000.0", value))
         assert remembered("fp32") is None
 
 
-def test_an_unwritable_cache_serves_this_process_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("a file where the folder should be")
     monkeypatch.setenv("FLOPMETER_CACHE", str(tmp_path / "file"))
     remember("fp32", 1e9)
-    assert remembered("fp32") == 1e9
+    assert remembered("fp32") is None
 
 
 def test_the_cache_lies_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_file().name == "cpu_peak.json"
+    monkeypatch.setenv("FLOPMETER_CACHE", "/own")
+    assert cache_folder() == Path("/own")
     monkeypatch.delenv("FLOPMETER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert cache_file() == Path("/elsewhere/flopmeter/cpu_peak.json")
+    assert cache_folder() == Path("/elsewhere/flopmeter")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert cache_file() == Path("/home/someone/.cache/flopmeter/cpu_peak.json")
+    assert cache_folder() == Path("/home/someone/.cache/flopmeter")
 
 
 # The sweep
 
 
-def test_a_sweep_reports_best_and_typical_and_leaves_torch_as_it_was() -> None:
+def test_a_sweep_reports_best_and_typical_and_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "MIN_CPU_SHARE", 0.0)  # whatever else runs here
     random_state, seen = torch.get_rng_state(), []
     result = measure_peak("cpu", "fp32", budget_s=0.3, progress=lambda done, total: seen.append((done, total)))
-    rates = {entry.shape: entry.flop_per_s for entry in result.shapes}
+    rates = {entry["shape"]: entry["flop_per_s"] for entry in result.shapes}
     assert result.best_flop_per_s == max(rates.values()) == rates[result.best_shape]
     assert min(rates.values()) <= result.typical_flop_per_s <= result.best_flop_per_s
     assert not set(rates) & set(result.skipped)
@@ -255,7 +270,7 @@ def test_a_shape_that_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "mm", small_memory)
     result = measure_peak("cpu", "fp32", budget_s=0.2)
-    assert {entry.shape[0] for entry in result.shapes} == {512}
+    assert {entry["shape"][0] for entry in result.shapes} == {512}
     assert (1024, 1024, 1024) in result.skipped
 
 

@@ -53,19 +53,17 @@ def test_logging_steps_thins_the_basics() -> None:
     assert [log["global_step"] for log in logs] == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
 
 
-def test_reduced_logging_halves_the_basics_and_the_details() -> None:
-    normal = logged(deliveries(400))
+def test_reduced_logging_of_wandb_leaves_the_other_sinks_and_the_record_alone() -> None:
     reduced = logged(deliveries(400, {"wandb": {"reduced_logging": True}}))
-    assert (len(normal), len(reduced)) == (400, 200)
-    details = [sum("perf/step_time" in log for log in logs) for logs in (normal, reduced)]
-    assert details == [8, 4]
+    assert len(reduced) == 400
+    assert sum("perf/step_time" in log for log in reduced) == 8
 
 
 def test_the_record_has_every_step_in_full_whatever_the_sinks_get(tmp_path: Path) -> None:
     found = deliveries(20, {"training": {"logging_steps": 10}})
     assert [delivery.line["step"] for delivery in found] == list(range(1, 21))
     path = tmp_path / "run.jsonl"
-    path.write_bytes(b"".join(encode(line) for line in ({"kind": "header", "schema": 1}, *(one.line for one in found))))
+    path.write_bytes(b"".join(encode(line) for line in ({"kind": "header", "schema": 2}, *(one.line for one in found))))
     run = load_run(path)
     assert list(run.column("perf/step_time")) == pytest.approx([0.1] * 20)
     assert list(run.column("perf/forward_share")) == pytest.approx([0.4] * 20)

@@ -138,13 +138,14 @@ def test_the_monitor_issues_no_collective(job: Job) -> None:
 def test_a_rank_leaves_one_note_per_interval_and_rank_0_one_more_per_count(job: Job) -> None:
     run = job.run("forward")
     num_counts = len(events(run, "count"))
-    assert num_counts == 1
+    assert 1 <= num_counts <= 2  # the first, and the early second look where the budget has room for it
     # Without the four steps of warm-up and measuring, the whole intervals and what is left of the last one.
     at_most = -(-(STEPS - 4) // EVERY)
     for rank, answer in enumerate(job.answers):
         calls = answer["forward"]["calls"]
         is_first = rank == 0
-        assert calls["multi_set"] == 1 + num_counts * is_first  # the greeting; a count goes out beside the plan
+        # The greeting; a count goes out beside the plan. One of the last steps may have none to go to.
+        assert 1 + is_first <= calls["multi_set"] <= 1 + num_counts * is_first
         assert calls["set"] <= at_most + is_first  # the packets, and the plan
         assert set(calls) <= {"set", "multi_set", "check", "multi_get"}
 
@@ -260,3 +261,12 @@ def test_the_flops_of_an_examples_job_are_those_of_one_process_on_the_whole_batc
     assert run.column("perf/model_flop")[-1] == pytest.approx(alone, rel=1e-3)
     tokens = run.column("perf/tokens_per_second")[-1] * run.column("perf/step_time")[-1]
     assert tokens == pytest.approx(words.numel())
+
+
+def test_eight_ranks_leave_their_notes_and_rank_0_reads_them_all(tmp_path: Path) -> None:
+    job = launch(tmp_path, 8, "forward")
+    last = job.run("forward").last("ranks")
+    assert (last["world_size"], last["missing"], len(last["own_s_by_rank"])) == (8, [], 8)
+    assert all(own_s > 0 for own_s in last["own_s_by_rank"])
+    assert max(last["own_s_by_rank"]) >= DELAY_S  # the slow rank's own time
+    assert job.run("forward").header.world_size == 8

@@ -6,12 +6,15 @@ shows the repository's examples. `<!-- run, needs a b -->` skips it where a or b
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import pytest
@@ -39,7 +42,7 @@ def blocks(text: str) -> list[Block]:
 def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     command = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block.language]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "TRACKIO_DIR": str(folder / "trackio")}
     return subprocess.run(
         [*command, block.code], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=280
     )
@@ -59,6 +62,41 @@ def test_what_a_page_marks_to_run_runs(page: Path, tmp_path: Path) -> None:
             done += 1
     if not done:
         pytest.skip("everything on this page needs libraries that are not installed")
+
+
+def test_the_recipe_for_opentelemetry_reaches_a_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = pytest.importorskip(
+        "opentelemetry.proto.collector.metrics.v1.metrics_service_pb2", reason="needs flopmeter[recipes]"
+    )
+    found: dict[str, float] = {}
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            sent = service.ExportMetricsServiceRequest.FromString(
+                gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+            )
+            scopes = [scope for resource in sent.resource_metrics for scope in resource.scope_metrics]
+            found.update({m.name: m.gauge.data_points[0].as_double for scope in scopes for m in scope.metrics})
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    code = re.search(
+        r"needs opentelemetry -->\n```python\n(.*?)```", (ROOT / "docs/logging.md").read_text("utf-8"), re.S
+    )
+    assert code is not None
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        answer = run(Block("python", code[1], ()), tmp_path)
+        server.shutdown()
+    assert answer.returncode == 0, answer.stderr
+    assert found["perf.step_time"] > 0
+    assert found["perf.mfu"] > 0
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from flopmeter import load_run, watch
-from flopmeter.demo.gpt import GPT, GPTConfig
+from flopmeter.demo import GPT, GPTConfig
 from flopmeter.errors import CountError
 from flopmeter.flops import estimate
+from flopmeter.flops.count import count_flops
 from flopmeter.flops.estimate import LEAVES, RULE_OF_THUMB, estimate_flops, read_leaves
-from flopmeter.flops.side_count import count_flops
 from flopmeter.flops.workload import Workload, needs_of, workload_of
 from flopmeter.record import Run
 

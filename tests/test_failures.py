@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ class Loop:
         self.optimizer.zero_grad()
 
     def fail_three_times(self) -> None:
-        tell, self.monitor._steps.tell = self.monitor._steps.tell, None
+        tell, self.monitor.recorder.tell = self.monitor.recorder.tell, None
         for _ in range(3):
             self.monitor.log_step(99)
-        self.monitor._steps.tell = tell
+        self.monitor.recorder.tell = tell
 
     def finish(self) -> Run:
         self.monitor.finish_training()
@@ -131,7 +132,7 @@ def test_a_model_that_cannot_be_counted_is_timed(tmp_path: Path, monkeypatch: py
     def refuse(*_: Any) -> None:
         raise AttributeError("no attribute sym_float")
 
-    monkeypatch.setattr("flopmeter.flops.tally.tally", refuse)
+    monkeypatch.setattr("flopmeter.flops.observation.tally", refuse)
     loop = Loop(tmp_path)
     loop.train(30)
     run = loop.finish()
@@ -173,8 +174,9 @@ def test_a_batch_that_cannot_be_read_is_complained_of_three_times(
     def refuse(*_: Any) -> None:
         raise RuntimeError("odd")
 
-    assert loop.monitor.marks.workloads is not None
-    monkeypatch.setattr(loop.monitor.marks.workloads, "see", refuse, raising=False)
+    assert loop.monitor.recorder.workloads is not None
+    monkeypatch.setattr(loop.monitor.recorder.workloads, "see", refuse, raising=False)
+    monkeypatch.setattr(loop.monitor.recorder, "see", refuse)  # what the hooks call on ordinary steps
     loop.train(50)
     assert sum("reading the batch failed" in record.message for record in caplog.records) == 3
     loop.finish()
@@ -209,7 +211,7 @@ def test_a_part_of_the_end_that_fails_takes_no_other_with_it(tmp_path: Path, mon
     def refuse() -> None:
         raise RuntimeError("the profiler does not stop")
 
-    monkeypatch.setattr(loop.monitor._effort.sampling, "close", refuse)
+    monkeypatch.setattr(loop.monitor.run.effort.sampling._garbage, "close", refuse)
     run = loop.finish()
     assert len(run) == 8
     assert run.summary is not None
@@ -223,8 +225,8 @@ def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path, monkeypatch: py
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     config = TrainingMonitor(tmp_path / "other", CONFIG).config
     context = SinkContext(config=config, output_dir=tmp_path, header={}, rank=0)
-    writing = Worker(RunWriter(pipe), [], context, lambda item: item, {}, flush_every=1, flush_s=1.0)
-    writing.put({"text": "x" * (1 << 20)})  # more than a pipe holds
+    writing = Worker(RunWriter(pipe), [], context, lambda item: item, {}, deque(), flush_every=1, flush_s=1.0)
+    writing.queue.append({"text": "x" * (1 << 20)})  # more than a pipe holds
     start_s = time.monotonic()
     writing.close()
     took_s = time.monotonic() - start_s
@@ -368,7 +370,7 @@ def test_a_monitor_that_was_switched_off_leaves_no_file_open(tmp_path: Path) -> 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_second_run_in_the_same_folder_is_said_and_summed_up_for_itself(
+def test_a_second_run_in_the_same_folder_puts_the_first_aside_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = Loop(tmp_path), None
@@ -377,10 +379,30 @@ def test_a_second_run_in_the_same_folder_is_said_and_summed_up_for_itself(
     assert "has ended" not in caplog.text
     second = Loop(tmp_path)
     second.train(20)
-    assert f"{tmp_path} holds a run that has ended; this one is added to it" in caplog.text
     run = second.finish()
-    assert run.starts == [0, 8]
-    assert len(run) == 28
+    assert "run.jsonl was a run that has ended: it is now run.2" in caplog.text
+    assert (run.starts, len(run)) == ([0], 20)
+    (aside,) = tmp_path.glob("run.2*.jsonl")
+    assert len(load_run(aside)) == 8
     assert run.summary is not None
     # Three of the twenty warm up, one is observed.
     assert run.summary["metrics"]["steady_steps"] == 16
+
+
+@pytest.mark.parametrize(
+    ("first_step", "variable", "is_restart"), [(9, None, True), (5, None, False), (1, "SLURM_RESTART_COUNT", True)]
+)
+def test_a_run_goes_on_where_its_first_step_or_the_launcher_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_step: int, variable: str | None, is_restart: bool
+) -> None:
+    for start in (1, first_step):
+        monitor = TrainingMonitor(tmp_path, {"monitoring": {"sinks": [], "report": False}})
+        for step in range(start, start + 8):
+            monitor.log_step(step)
+        monitor.finish_training()
+        if variable is not None:
+            monkeypatch.setenv(variable, "1")
+    run = load_run(tmp_path)
+    assert len(run.headers) == (2 if is_restart else 1)
+    assert list(run.step) == [*(range(1, 9) if is_restart else ()), *range(first_step, first_step + 8)]
+    assert len(list(tmp_path.glob("run.2*.jsonl"))) == (0 if is_restart else 1)

@@ -111,13 +111,6 @@ def test_a_recurrent_backward_needs_what_somebody_wants(
         rest = [*[None] * 5, *sizes, True, 0.0, True, is_both_ways, [], None, Spec((1,))]
         mask = [wants_input, wants_state, wants_state, wants_weights]
         assert ask(op, TOKENS, weights, 4, Spec((1,)), state, *rest, mask) == Work(needed, needed, executed)
-    # On Apple's devices all is computed; the shape of the second state, the cell's, is not asked.
-    before = [None, None, None, LOST, LOST, TOKENS, LOST, [state, LOST], weights]
-    rest = [True, 2, 0.0, True, is_both_ways, False]
-    wanted = [wants_input, wants_state, wants_state, False, wants_weights]
-    assert ask("aten::lstm_mps_backward", *before, *rest, wanted=wanted) == Work(needed, needed, 2 * once)
-    if wants_input and wants_state and wants_weights:
-        assert ask("aten::lstm_mps_backward", *before, *rest) == Work(needed, needed, 2 * once)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +200,8 @@ def test_offsets_of_one_side_alone_are_refused_by_hopper(ends_q: Spec | None, en
 # The contract with the dispatcher
 
 
-def test_two_formulas_ask_which_gradients_somebody_wants() -> None:
-    assert {op for op, found in all_formulas().items() if found.takes_wanted} == {
-        "aten::mkldnn_rnn_layer_backward",
-        "aten::lstm_mps_backward",
-    }
+def test_one_formula_asks_which_gradients_somebody_wants() -> None:
+    assert {op for op, found in all_formulas().items() if found.takes_wanted} == {"aten::mkldnn_rnn_layer_backward"}
 
 
 def test_a_recorded_call_drops_what_the_function_has_no_place_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +214,10 @@ def test_a_recorded_call_drops_what_the_function_has_no_place_for(monkeypatch: p
 
 
 MATRIX_WORK = """
-    aten::linalg_inv_ex aten::_linalg_svd aten::cholesky_solve aten::_trilinear aten::fft_rfft aten::stft
-    aten::_slow_conv2d_backward aten::_triton_scaled_dot_attention aten::_weight_int4pack_mm mylib::anything
+    aten::linalg_inv_ex aten::_linalg_svd aten::cholesky_solve aten::fft_rfft aten::stft
+    aten::_slow_conv2d_backward aten::_triton_scaled_dot_attention aten::_weight_int4pack_mm aten::conv_tbc
+    aten::_lstm_mps aten::_cslt_sparse_mm aten::_sparse_semi_structured_linear aten::sparse_sampled_addmm
+    mylib::anything
 """
 POINT_WISE = """
     aten::linalg_vector_norm aten::linalg_cross aten::lgamma aten::digamma aten::polygamma aten::mvlgamma aten::igamma_

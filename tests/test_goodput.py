@@ -17,11 +17,12 @@ Line = dict[str, Any]
 
 
 def header(started_at: Any) -> Line:
-    return {"kind": "header", "schema": 1, "started_at": started_at}
+    return {"kind": "header", "schema": 2, "started_at": started_at}
 
 
 def step(number: int, end_s: Any, step_s: Any, *marks: str) -> Line:
-    line = {"kind": "step", "step": number, "time": end_s, "metrics": {"perf/step_time": step_s}}
+    # The loss shows that the loop tells of its steps: their numbers are its own.
+    line = {"kind": "step", "step": number, "time": end_s, "metrics": {"perf/step_time": step_s, "training/loss": 1.0}}
     return line | ({"marks": list(marks)} if marks else {})
 
 
@@ -113,6 +114,21 @@ def test_steps_after_the_checkpoint_of_a_restart_are_lost(tmp_path: Path) -> Non
     assert (result.num_lost_steps, result.lost_steps_s) == (2, 20.0)
     assert (result.num_steps, result.productive_s, result.other_s) == (6, 60.0, 0.0)
     assert result.share == 60 / 115
+
+
+def test_where_the_program_tells_no_numbers_nothing_is_called_lost_and_the_note_says_so(tmp_path: Path) -> None:
+    def unnumbered(*arguments: Any) -> Line:
+        line = step(*arguments)
+        del line["metrics"]["training/loss"]
+        return line
+
+    first = [unnumbered(n, 1000.0 + 2 * n, 2.0) for n in range(1, 4)]
+    again = [unnumbered(n, 1010.0 + 2 * n, 2.0) for n in range(1, 4)]  # perhaps steps 4 to 6, as a checkpoint told it
+    result = judge(tmp_path, header(1000.0), *first, header(1010.0), *again)
+    assert (result.num_steps, result.num_lost_steps) == (6, 0)
+    assert result.note.startswith("what restarts threw away is not known")
+    alone = judge(tmp_path, header(1000.0), *first)
+    assert alone.note == ""  # one start threw nothing away
 
 
 def test_a_lost_step_is_lost_before_it_is_redone(tmp_path: Path) -> None:

@@ -271,3 +271,17 @@ def test_an_error_in_a_backward_pass_goes_through_as_it_is() -> None:
     finally:
         undo()
     assert passes.seen == [False, "end"]
+
+
+def test_one_replacement_under_two_names_goes_from_both_whoever_goes_first() -> None:
+    class Place:
+        call = other = original = staticmethod(lambda: 0)
+
+    def first() -> None: ...
+    def second() -> None: ...
+
+    original = Place.call
+    undo = [replace_attribute(Place, name, value) for value in (first, second) for name in ("call", "other")]
+    for own in undo:  # the first ones while the second ones stand on them
+        own()
+    assert Place.call is Place.other is original

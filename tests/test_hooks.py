@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,25 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from flopmeter import TrainingMonitor, load_run, watch
+from flopmeter.config import MonitorConfig
+from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.flops.workload import Needs, WorkloadReader
 from flopmeter.integrations._loaders import LoaderMarks
 from flopmeter.monitor.device_time import DeviceTime
+from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.hooks import Hooks, attach_forward, patch_loaders
-from flopmeter.monitor.tracker import StepTracker
+from flopmeter.monitor.recorder import Recorder
+from flopmeter.timing import PhaseClock
 from flopmeter.timing.late import LateNumber
 from simulated_device import SimulatedDevice, timeline_on
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": [], "report": False}}
+
+
+def make_recorder(begin: Callable[[], None] = lambda: None, **options: Any) -> Recorder:
+    clock, config = PhaseClock(), MonitorConfig.load(CONFIG)
+    effort = Effort(config, None, clock, lambda *_, **__: None, lambda: 0.0)
+    return Recorder(clock, effort, DatasetMetrics(1), 50, deque(), begin=begin, event=lambda *_, **__: None, **options)
 
 
 def num_hooks(model: nn.Module) -> int:
@@ -80,7 +92,7 @@ def test_a_graph_can_be_made_of_a_model_whose_next_step_is_measured(tmp_path: Pa
             with pytest.raises((RuntimeError, AssertionError)) as refusal:
                 home.make_graphed_callables(model, (torch.ones(2, 4),))
             refusals.append(str(refusal.value))
-        assert monitor._effort.is_measuring is False
+        assert monitor.run.effort.is_measuring is False
     assert not [text for text in refusals if "hooks" in text]
     assert num_hooks(model) == num_hooks(model[0]) == 0
 
@@ -110,10 +122,12 @@ def test_tracing_is_no_forward_pass() -> None:
     calls: list[str] = []
 
     class Listener:
+        special = True  # it wants to be called
+
         def on_forward(self, args: Any, kwargs: Any) -> None:
             calls.append("forward")
 
-        def on_forward_end(self, exception: int) -> None:
+        def on_forward_end(self, exception: BaseException | None) -> None:
             calls.append("end")
 
         def on_evaluation(self, *, is_training: bool) -> None:
@@ -137,10 +151,10 @@ def test_a_run_that_cannot_begin_does_not_stop_the_forward_pass() -> None:
     def fail() -> None:
         raise OSError("disk full")
 
-    tracker = StepTracker(fail, lambda where, error: failures.append(f"{where}: {error}"), lambda *_, **__: None)
+    recorder = make_recorder(fail, on_failure=lambda where, error: failures.append(f"{where}: {error}"))
     for _ in range(3):
-        tracker.on_forward((), {})
-        tracker.on_forward_end()
+        recorder.on_forward((), {})
+        recorder.on_forward_end()
     assert failures == ["the start of the run: disk full"]
 
 
@@ -161,39 +175,13 @@ def test_the_batch_of_a_captured_step_is_not_looked_into() -> None:
     device = SimulatedDevice()
     timeline = timeline_on(device)
     failures: list[Any] = []
-    tracker = StepTracker(lambda: None, lambda *problem: failures.append(problem), lambda *_, **__: None)
-    tracker.device_time = DeviceTime(timeline, lambda *_, **__: None, every=50)
-    tracker.workloads = WorkloadReader(Needs())
+    recorder = make_recorder(on_failure=lambda *problem: failures.append(problem))
+    recorder.follow_device(DeviceTime(timeline, lambda *_, **__: None, every=50), has_own_memory=True)
+    recorder.read_batches(WorkloadReader(Needs()))
     for device.is_capturing in (False, True, False):
-        tracker.on_forward((torch.ones(2, 4),), {})
-        assert len(tracker.workloads.take()) == (0 if device.is_capturing else 1)
+        recorder.on_forward((torch.ones(2, 4),), {})
+        assert len(recorder.workloads.take()) == (0 if device.is_capturing else 1)
     assert failures == []
-
-
-class Moment:
-    """A background that wants to be woken."""
-
-    due_ns = 0
-
-    def __init__(self) -> None:
-        self.num_woken = 0
-
-    def wake(self) -> None:
-        self.num_woken += 1
-        self.due_ns = 1 << 62
-
-
-def test_the_background_is_woken_where_the_backward_pass_begins_and_only_when_it_is_due() -> None:
-    tracker = StepTracker(lambda: None, lambda *_: None, lambda *_, **__: None)
-    moment = Moment()
-    tracker.background = moment  # type: ignore[assignment]
-    tracker.on_forward((), {})
-    tracker.on_optimizer()
-    assert moment.num_woken == 0
-    for _ in range(3):
-        tracker.on_backward(None)
-        tracker.on_backward_end()
-    assert moment.num_woken == 1
 
 
 def test_a_forked_process_marks_nothing() -> None:
@@ -201,6 +189,8 @@ def test_a_forked_process_marks_nothing() -> None:
     waits: list[str] = []
 
     class Listener:
+        special = True  # it wants to be called
+
         def on_wait(self) -> None:
             waits.append("wait")
 
@@ -210,7 +200,7 @@ def test_a_forked_process_marks_nothing() -> None:
         def on_no_batch(self) -> None:
             waits.append("end")
 
-    undo = patch_loaders(Listener(), lambda iterator: True)
+    undo = patch_loaders(Listener(), lambda iterator: True)  # type: ignore[arg-type]
     try:
         list(loader)
         assert waits == [*["wait", "batch"] * 3, "wait", "end"]
@@ -226,12 +216,14 @@ def test_a_forked_process_marks_nothing() -> None:
 class Waits:
     """Notes what it is told of waits for batches."""
 
+    special = True  # it wants to be called
+
     def __init__(self) -> None:
         self.is_evaluating = False
         self.heard: list[str] = []
 
     def on_wait(self) -> None:
-        self.is_evaluating = False  # as the tracker does: the loop trains again
+        self.is_evaluating = False  # as the recorder does: the loop trains again
         self.heard.append("wait")
 
     def on_batch(self) -> None:
@@ -307,7 +299,7 @@ def test_a_copy_of_the_loader_that_a_framework_has_made_is_known_by_its_dataset(
 
 def test_any_programs_training_loader_is_known_again_after_an_evaluation(waits: Waits) -> None:
     training, evaluation = DataLoader(DATA, 2, shuffle=True), DataLoader(DATA, 2)
-    marks = LoaderMarks(waits)
+    marks = LoaderMarks(waits)  # type: ignore[arg-type]
     try:
         for _ in range(3):
             assert waits.during(training) == EPOCH
@@ -320,7 +312,7 @@ def test_any_programs_training_loader_is_known_again_after_an_evaluation(waits: 
 
 def test_a_training_loader_that_is_made_anew_each_epoch_is_known_by_its_dataset(waits: Waits) -> None:
     evaluation = DataLoader(list(DATA), 2)
-    marks = LoaderMarks(waits)
+    marks = LoaderMarks(waits)  # type: ignore[arg-type]
     try:
         for _ in range(3):
             assert waits.during(DataLoader(DATA, 2, shuffle=True)) == EPOCH
@@ -333,7 +325,7 @@ def test_a_training_loader_that_is_made_anew_each_epoch_is_known_by_its_dataset(
 
 def test_a_loader_that_only_evaluations_use_never_feeds_the_training(waits: Waits) -> None:
     evaluation = DataLoader(DATA, 2)
-    marks = LoaderMarks(waits)
+    marks = LoaderMarks(waits)  # type: ignore[arg-type]
     try:
         for _ in range(3):
             batches = iter(evaluation)
@@ -348,7 +340,7 @@ def test_a_loader_that_only_evaluations_use_never_feeds_the_training(waits: Wait
 
 def test_another_loader_that_is_asked_again_without_a_step_in_between_is_an_evaluations(waits: Waits) -> None:
     training, evaluation = DataLoader(DATA, 2, shuffle=True), DataLoader(DATA, 2)
-    marks = LoaderMarks(waits)
+    marks = LoaderMarks(waits)  # type: ignore[arg-type]
     try:
         for _ in range(3):
             assert waits.during(training) == EPOCH
@@ -364,7 +356,7 @@ def test_another_loader_that_is_asked_again_without_a_step_in_between_is_an_eval
 def test_no_loader_is_kept_alive(waits: Waits) -> None:
     dataset = Numbers()
     training, kept = DataLoader(dataset, 2), weakref.ref(dataset)
-    marks = LoaderMarks(waits)
+    marks = LoaderMarks(waits)  # type: ignore[arg-type]
     try:
         list(training)
         marks.on_step()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
+from flopmeter.flops.count import count_flops
 from flopmeter.flops.inputs import build_inputs
-from flopmeter.flops.side_count import count_flops
 
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 VISION = {**TEXT, "image_size": 28, "patch_size": 7}

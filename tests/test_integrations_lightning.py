@@ -112,7 +112,7 @@ def test_a_callback_that_has_measured_can_be_copied_and_sent(tmp_path: Path) -> 
     for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
         assert twin.monitor is None
         fit(tmp_path, Net(), callbacks=[twin])
-    assert len(load_run(tmp_path)) == 3 * NUM_BATCHES
+    assert [len(load_run(path)) for path in (tmp_path, *tmp_path.glob("run.2*.jsonl"))] == [NUM_BATCHES] * 3
 
 
 def test_the_forward_pass_inside_of_the_optimizers_step_is_not_the_optimizers(tmp_path: Path) -> None:

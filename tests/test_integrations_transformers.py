@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from flopmeter import ConfigError, Run, TrainingMonitor, count_flops, load_run
-from flopmeter.integrations.transformers import FlopmeterCallback
+from flopmeter.integrations.transformers import LOGGED, FlopmeterCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -87,8 +87,8 @@ def make_trainer(
     return Trainer(model or make_llama(), args, **given)
 
 
-def measured(folder: Path, **settings: Any) -> tuple[Trainer, Run]:
-    trainer = make_trainer(folder, callbacks=[FlopmeterCallback(config=CONFIG)], **settings)
+def measured(folder: Path, logged: Collection[str] | None = LOGGED, **settings: Any) -> tuple[Trainer, Run]:
+    trainer = make_trainer(folder, callbacks=[FlopmeterCallback(config=CONFIG, logged=logged)], **settings)
     trainer.train()
     return trainer, load_run(folder)
 
@@ -115,7 +115,7 @@ def test_a_callback_that_has_measured_can_be_copied_and_sent(tmp_path: Path) -> 
     for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
         assert twin.monitor is None
         make_trainer(tmp_path, callbacks=[twin]).train()
-    assert len(load_run(tmp_path)) == 3 * 6
+    assert [len(load_run(path)) for path in (tmp_path, *tmp_path.glob("run.2*.jsonl"))] == [6, 6, 6]
 
 
 def test_every_optimizer_step_is_a_step_with_the_flop_and_tokens_of_its_micro_batches(tmp_path: Path) -> None:
@@ -213,8 +213,16 @@ def test_perf_metrics_reach_an_offline_wandb_run(tmp_path: Path, monkeypatch: py
     assert summary["train/perf/mfu"] == pytest.approx(mfu[-1])
 
 
+@pytest.mark.parametrize("logged", [LOGGED, ("perf/hfu",)])
+def test_few_keys_join_the_trainers_logs_and_the_user_may_name_others(tmp_path: Path, logged: Collection[str]) -> None:
+    trainer, run = measured(tmp_path, logged=logged)
+    found = {key for entry in trainer.state.log_history for key in entry if key.startswith("perf/")}
+    assert found == set(logged)
+    assert {"perf/hfu", "perf/step_time"} <= run.columns.keys()
+
+
 def test_a_logged_value_covers_the_steps_since_the_last_log(tmp_path: Path) -> None:
-    trainer, run = measured(tmp_path, max_steps=12)
+    trainer, run = measured(tmp_path, logged=None, max_steps=12)
     logged = [entry for entry in trainer.state.log_history if "perf/steps_per_second" in entry]
     num_steps = [entry["perf/samples_per_second"] / BATCH * entry["perf/step_time"] for entry in logged]
     assert num_steps == pytest.approx([1.0] * len(logged))  # a mean of steps, each of one batch
@@ -349,7 +357,8 @@ def test_a_callback_can_be_added_later_and_trains_twice(tmp_path: Path) -> None:
     trainer.train()
     assert len(trainer.callback_handler.callbacks) == first
     assert "perf/mfu" in trainer.state.log_history[-1]
-    assert list(load_run(tmp_path).step) == [1, 2, 3, 4, 5, 6] * 2
+    (first_run,) = tmp_path.glob("run.*-*.jsonl")  # it had ended: the second training is a run of its own
+    assert [list(load_run(run).step) for run in (first_run, tmp_path)] == [[1, 2, 3, 4, 5, 6]] * 2
 
 
 def test_a_wrong_setting_is_refused_when_the_callback_is_made() -> None:

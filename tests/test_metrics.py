@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flopmeter.metrics import Means, derive, summarise, utilisation
+from flopmeter.metrics import Means, certainty, derive, summarise, utilisation
 
 
 def test_utilisation_is_flop_over_peak_times_wall_time() -> None:
@@ -132,3 +132,18 @@ def test_running_means_are_those_of_all_steps_weighted_by_their_time() -> None:
     means.add({"perf/step_time": 1.0, "perf/mfu": 0.5})
     means.add({"perf/step_time": 3.0, "perf/mfu": 0.1})
     assert means.compute() == pytest.approx({"perf/step_time": 2.0, "perf/mfu": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("summary", "word"),
+    [
+        ({}, None),
+        ({"perf/mfu": 0.4}, "counted"),
+        ({"perf/mfu": 0.4, "flop_doubt": 0.0004}, "counted"),
+        ({"perf/mfu": 0.4, "flop_doubt": 0.021}, "predicted (error so far 2.1 %)"),
+        ({"perf/mfu": 0.4, "flop_doubt": 1.0}, "predicted (not tested yet)"),
+        ({"perf/mfu": 0.4, "flop_doubt": 0.3, "uncounted": 1.0}, "at least"),
+    ],
+)
+def test_one_word_says_how_sure_an_mfu_is(summary: dict[str, float], word: str | None) -> None:
+    assert certainty(summary) == word

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flopmeter.counters import Reading
+from flopmeter.counters import READING
 from flopmeter.devices import peak_flops
 from flopmeter.errors import ConfigError
 from flopmeter.monitor import TrainingMonitor, measuring, watch, worker
@@ -109,7 +109,7 @@ def test_a_part_that_fails_is_switched_off_and_training_goes_on(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("flopmeter.timing.PhaseClock.take", broken)
+    monkeypatch.setattr("flopmeter.monitor.recorder.StepRecord", broken)
     with caplog.at_level(logging.WARNING), TrainingMonitor(tmp_path, PEAK) as monitor:
         assert train(monitor) == train(None)
     failures = [record.message for record in caplog.records if "planted" in record.message]
@@ -144,8 +144,9 @@ def test_a_pause_is_an_event_and_no_step_time(tmp_path: Path) -> None:
     assert pauses[0]["duration_s"] >= 0
 
 
-def test_a_restart_appends_to_the_same_record(tmp_path: Path) -> None:
-    for _ in range(2):
+def test_a_restart_appends_to_the_same_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
         with TrainingMonitor(tmp_path, PEAK) as monitor:
             train(monitor, num_steps=2)
     run = load_run(tmp_path)
@@ -191,17 +192,14 @@ class SlowCounters:
         self.asked_by: list[threading.Thread] = []
         self._error = error
 
-    def start(self) -> None:
-        pass
-
-    def read(self) -> Reading:
+    def read(self) -> dict[str, Any]:
         self.asked_by.append(threading.current_thread())
         self.is_asked.set()
         assert self.may_answer.wait(10)
         if self._error is not None:
             raise self._error
         self.has_answered.set()
-        return Reading(tensor_active=0.4)
+        return {**READING, "tensor_active": 0.4}
 
     def close(self) -> None:
         self.is_closed.set()
@@ -226,7 +224,7 @@ def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hybrid:
 def test_counters_are_read_in_the_background_while_training_goes_on(tmp_path: Path, hybrid: Hybrid) -> None:
     counters, model = SlowCounters(), make_model()
     with hybrid(counters, model) as monitor:
-        monitor._start()
+        monitor.run.start_now()
         assert counters.is_asked.wait(10)
         train(monitor, model=model)
         assert not counters.has_answered.is_set()
@@ -245,13 +243,13 @@ def test_counters_that_raise_are_switched_off_with_one_warning(
 ) -> None:
     counters, model = SlowCounters(OSError("the driver is gone")), make_model()
     with hybrid(counters, model) as monitor:
-        monitor._start()
+        monitor.run.start_now()
         assert counters.is_asked.wait(10)
         counters.may_answer.set()
         monitor.latest(wait_s=10.0)  # the output thread is through with them
         train(monitor, model=model)
-        assert monitor.marks.source is not None
-        monitor.marks.source.read_counters()
+        assert monitor.recorder.source is not None
+        monitor.recorder.source.read_counters()
     message = "slow: no more hardware counters: OSError: the driver is gone"
     assert [record.getMessage() for record in caplog.records].count(message) == 1
     assert len(counters.asked_by) == 1

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flopmeter import count_flops, load_run, watch
 from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.formulas import _registry, formula
 from flopmeter.flops.observe import ObservedStep, observe
 from flopmeter.flops.pairs import sum_dtype
+from flopmeter.flops.profiled import ProfiledStep
 
 ROWS, WIDTH = 4, 8
 UNIT = 2 * ROWS * WIDTH * WIDTH
@@ -457,6 +460,158 @@ def test_a_model_copied_during_the_step_does_not_report() -> None:
     assert units(step.result()) == {"forward": 1, "backward": 1}
 
 
+class Outside(torch.autograd.Function):
+    """A product that never reaches the dispatcher, as a library's own kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.from_numpy(grad.numpy() @ weight.numpy()), torch.from_numpy(grad.numpy().T @ x.numpy())
+
+
+class Hidden(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Outside.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_layer_whose_product_is_not_seen_is_counted_by_its_shapes_and_named() -> None:
+    pytest.importorskip("numpy")
+    model = nn.Sequential(*(kind(WIDTH, WIDTH, bias=False) for kind in (nn.Linear, Hidden, nn.Linear)))
+    with observe(model) as step:
+        model(rows()).sum().backward()
+    count = step.result()
+    assert units(count) == {"forward": 3, "backward": 5}
+    assert count.coverage == 2 / 3
+    assert count.method == "observed, 1 modules by the shapes of their weights"
+    assert [sentence for sentence in count.left_out if "No product was seen in 1 " in sentence]
+    assert count.by_module == {"0": 2 * UNIT, "1": 3 * UNIT, "2": 3 * UNIT}
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_function_whose_result_no_operator_wrote_is_named(fills: bool) -> None:
+    pytest.importorskip("numpy")
+
+    class Mixer(torch.autograd.Function):
+        """A kernel without weights of its own, whose result is new memory or is written into torch's."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            mixed = x.detach().numpy() @ x.detach().numpy().T @ x.detach().numpy()
+            if not fills:
+                return torch.from_numpy(mixed)
+            out = torch.empty_like(x)
+            out.numpy()[:] = mixed
+            return out.view(*x.shape)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    class Scaled(torch.autograd.Function):
+        """What is written by operators, a part at a time, is nothing hidden."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            for row in range(len(x)):
+                out[row] = 2 * x[row]
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+    with observe(layers) as step:
+        hidden = Scaled.apply(layers[0](rows()))  # type: ignore[no-untyped-call]
+        layers[2](Mixer.apply(layers[1](hidden))).sum().backward()  # type: ignore[no-untyped-call]
+    assert step.result().uncounted == {"autograd.Function Mixer": 1}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_each_sequence_of_a_nested_tensor_is_counted_by_itself() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).eval().requires_grad_(False)
+    encoder = nn.TransformerEncoder(layer, 1)
+    is_padding = torch.arange(6) >= torch.tensor([6, 2])[:, None]
+    with torch.no_grad(), observe() as step:
+        encoder(torch.randn(2, 6, 8), src_key_padding_mask=is_padding)
+    # Four projections and two feed-forward layers for each of 8 tokens, and two products over 6^2 + 2^2 pairs.
+    assert step.result().forward_flop == 2 * 8 * (4 * 8 * 8 + 2 * 8 * 16) + 2 * 2 * 8 * (6 * 6 + 2 * 2)
+    assert step.result().uncounted == {}
+
+
+def test_an_operator_without_a_formula_lowers_the_coverage(custom_op: Callable[..., torch.Tensor]) -> None:
+    with observe() as step:
+        custom_op(rows(), torch.randn(WIDTH, WIDTH))
+        rows() @ torch.randn(WIDTH, WIDTH)
+    assert step.result().coverage == 0.5
+
+
+@pytest.mark.parametrize("model", [nn.Embedding(5, 4), nn.LayerNorm(4)])
+def test_a_model_without_a_product_takes_none(model: nn.Module) -> None:
+    x = torch.ones(2, 4)
+    with observe(model) as step:
+        model(x.long() if isinstance(model, nn.Embedding) else x).sum().backward()
+    assert (step.result().model_flop, step.result().coverage, step.result().left_out) == (0, 1.0, ())
+
+
+def blocked(scores: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    scores = scores.clone()
+    scores[..., ~kept] = -torch.inf
+    return scores
+
+
+SPELLINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "exp over sum": lambda s, kept: (e := s.masked_fill(~kept, -torch.inf).exp()) / e.sum(-1, keepdim=True),
+    "sigmoid times mask": lambda s, kept: s.sigmoid() * kept,
+    "added -100": lambda s, kept: (s + torch.zeros(LENGTH, LENGTH).masked_fill(~kept, -100.0)).softmax(-1),
+    "added -1000": lambda s, kept: (s + torch.zeros(LENGTH, LENGTH).masked_fill(~kept, -1000.0)).softmax(-1),
+    "log_softmax": lambda s, kept: s.masked_fill(~kept, -torch.inf).log_softmax(-1).exp(),
+    "maximum": lambda s, kept: torch.max(s + torch.zeros(LENGTH, LENGTH).masked_fill(~kept, -1e9), s.new_tensor(-1e9))
+    .softmax(-1),
+    "subtracted": lambda s, kept: (s - 1e9 * (~kept)).softmax(-1),
+    "written by a mask of the last dimensions": lambda s, kept: blocked(s, kept).softmax(-1),
+    "cut to a triangle": lambda s, kept: (e := s.exp().tril()) / e.sum(-1, keepdim=True),
+    "added -100 on a bias": lambda s, kept: (s + torch.rand(LENGTH, LENGTH).masked_fill(~kept, -100.0)).softmax(-1),
+    "over the other dimension": lambda s, kept: s.mT.masked_fill(~kept.mT, -torch.inf).softmax(-2).mT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_causal_attention_is_found_however_it_is_spelled(name: str) -> None:
+    q, k, v = (torch.randn(SAMPLES, HEADS, LENGTH, HEAD_DIM, requires_grad=True) for _ in range(3))
+    kept = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    with observe() as step:
+        (SPELLINGS[name](q @ k.mT, kept) @ v).sum().backward()
+    pairs = SAMPLES * HEADS * LENGTH * (LENGTH + 1) // 2
+    assert step.result().model_flop == pytest.approx(3 * 4 * HEAD_DIM * pairs)
+
+
+def test_scores_of_positions_belong_to_the_attention_that_they_are_added_to() -> None:
+    q, k, v, r = (torch.randn(SAMPLES, HEADS, LENGTH, HEAD_DIM, requires_grad=True) for _ in range(4))
+    kept = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    with observe() as step:
+        scores = (q @ k.mT + q @ r.mT).masked_fill(~kept, -torch.inf)
+        (scores.softmax(-1) @ v).sum().backward()
+    pairs = SAMPLES * HEADS * LENGTH * (LENGTH + 1) // 2
+    assert step.result().model_flop == pytest.approx(9 * 2 * HEAD_DIM * pairs)
+
+
+def test_scores_that_were_written_over_count_all_pairs_and_say_so() -> None:
+    q, k, v = (torch.randn(SAMPLES, HEADS, LENGTH, HEAD_DIM, requires_grad=True) for _ in range(3))
+    with observe() as step:
+        scores = q @ k.mT
+        scores[..., 1:].copy_(torch.zeros(SAMPLES, HEADS, LENGTH, LENGTH - 1))
+        (scores.softmax(-1) @ v).sum().backward()
+    assert step.result().model_flop == 3 * 4 * HEAD_DIM * SAMPLES * HEADS * LENGTH * LENGTH
+    assert "Some attention masks had no values" in step.result().left_out[0]
+
+
 def test_zero_size_batches_cost_nothing() -> None:
     model = Stack(2)
     with observe(model) as step:
@@ -495,3 +650,41 @@ def test_what_was_observed_dies_without_a_garbage_collection() -> None:
 def test_pairs_are_added_up_in_what_the_device_has() -> None:
     assert sum_dtype(torch.device("mps")) == torch.float32  # which has no float64
     assert sum_dtype(torch.device("cuda", 0)) == sum_dtype(torch.device("cpu")) == torch.float64
+
+
+class Histogram(nn.Module):
+    """Beside its layer, products of integers, as counting with one-hot rows makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ones = (x > 0).long()
+        return self.layer(x).sum() + 1e-3 * (ones.T @ ones).sum()
+
+
+def test_products_of_integers_are_no_flops_and_stop_nothing(tmp_path: Path) -> None:
+    net, x = Histogram(), torch.randn(8, 16)
+    layer = 2 * 8 * 16 * 16
+    with observe(net) as observed:
+        net(x).backward()
+    count = observed.result()
+    with ProfiledStep() as profiled:
+        net(x).backward()
+    for found in (count, count_flops(net, x), profiled.result()):
+        assert (found.by_dtype, found.hardware_flop) == (
+            {"float32": 2 * layer},
+            2 * layer,
+        )  # the input wants no gradient
+    assert "Products of integers are no floating-point operations: aten::mm." in count.left_out
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    config = {"monitoring": {"sinks": [], "report": False, "peak_flop_per_s": 1e12, "profile_steps": False}}
+    with watch(net, optimizer, output_dir=tmp_path, config=config):
+        for _ in range(12):
+            net(x).backward()
+            optimizer.step()
+    run = load_run(tmp_path)
+    assert run.column("perf/model_flop")[-1] == 2 * layer
+    assert [event["message"] for event in run.named("warning")] == []
+    assert run.named("count")

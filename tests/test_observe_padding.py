@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from flopmeter.flops.count import count_flops
 from flopmeter.flops.estimate import estimate_flops
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import observe
-from flopmeter.flops.side_count import count_flops
 
 transformers = pytest.importorskip("transformers")
 

@@ -86,19 +86,13 @@ PARAMS = [Spec((16, 6)), Spec((16, 4)), Spec((16,)), Spec((16,))]
 
 @pytest.mark.parametrize("is_wanted", [(True, True), (False, True), (True, False), (False, False)])
 def test_operators_of_other_devices_leave_out_the_same(is_wanted: tuple[bool, bool]) -> None:
-    """15 tokens of 6 features in 3 sequences, one layer of 4 units: cuDNN is asked by a mask, Metal by its node."""
+    """15 tokens of 6 features in 3 sequences, one layer of 4 units: cuDNN is asked by a mask."""
     everything = 2 * 2 * 15 * 16 * (6 + 4)
     wants_input, wants_state = is_wanted
     left = everything - (not wants_input) * 2 * 15 * 16 * 6 - (not wants_state) * 2 * 3 * 16 * 4
     x, state = Spec((3, 5, 6)), Spec((1, 3, 4))
     mask = [wants_input, wants_state, wants_state, True]
     asked: Callable[..., Work] | None = find("aten::_cudnn_rnn_backward")
-    metal: Callable[..., Work] | None = find("aten::lstm_mps_backward")
     assert asked is not None
-    assert metal is not None
     after = [None] * 4 + [2, 4, 0, 1, True, 0.0, True, False, [], None, Spec((1,))]
     assert asked(x, PARAMS, 4, Spec((1,)), state, None, *after, mask) == Work(left, left, everything)
-    wanted = (wants_input, wants_state, wants_state, *[True] * 4)
-    before = [Spec((3, 5, 4)), None, None, Spec((1,)), Spec((1,)), x, Spec((1,)), [state, state], PARAMS]
-    found = metal(*before, True, 1, 0.0, True, False, True, wanted=wanted)
-    assert found == Work(left, left, everything)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.devices import Peak
-from flopmeter.devices.placement import devices_of
+from flopmeter.devices import Peak, devices_of
 from flopmeter.distributed.blocking import Blocking
 from flopmeter.monitor.measuring import FlopSource
 

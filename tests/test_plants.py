@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from flopmeter import cli, load_run
-from flopmeter.cli import demo as command
-from flopmeter.demo import PLANTS, WORKLOADS, Planted, WorkloadName, find_plant, run_demo
-from flopmeter.demo.gpt import GPT, GPTConfig
-from flopmeter.demo.naive_adam import NaiveAdam
-from flopmeter.demo.plants import CHECKPOINT_EVERY, _Debt
-from flopmeter.demo.training import build, train
-from flopmeter.demo.workloads import Recipe, SlowSamples, burn, loss_of, recipe_for
+from flopmeter import load_run
+from flopmeter.demo import IGNORED, SyntheticText
+from flopmeter.demo import train as train_demo
 from flopmeter.errors import ConfigError
 from flopmeter.record import Run
+from naive_adam import NaiveAdam
+from plant_training import build, run_demo, train
+from plants import CHECKPOINT_EVERY, PLANTS, WORKLOADS, Planted, WorkloadName, _Debt, find_plant
+from workloads import Recipe, SlowSamples, burn, loss_of, recipe_for
 
 CPU = torch.device("cpu")
 QUIET = {"monitoring": {"sinks": [], "peak_flop_per_s": 1e12}}
@@ -73,37 +69,33 @@ def test_a_plant_that_is_off_leaves_only_the_setting_that_it_needs(plant: Any) -
     assert prepared != planted
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"), [(["--plant", "slow_dik=0.5"], "'slow_disk'"), (["--workload", "gtp"], "'gpt'")]
-)
-def test_a_misspelt_plant_or_workload_is_refused_before_torch_is_loaded(arguments: list[str], meant: str) -> None:
+def test_a_misspelt_fault_is_refused_before_torch_is_loaded() -> None:
     code = (
-        f"import sys; sys.argv = ['flopmeter', 'demo', *{arguments!r}]\n"
+        "import sys; sys.argv = ['flopmeter', 'demo', '--fault', 'slow_dik']\n"
         "from flopmeter.cli import _run\n"
         "sys.exit(_run() + 10 * ('torch' in sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 2, answer.stderr
-    assert f"did you mean {meant}?" in answer.stderr
+    assert "did you mean 'slow_disk'?" in answer.stderr
 
 
-def test_the_plants_are_listed_without_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['flopmeter', 'demo', '--list-plants', '--json']\n"
-        "from flopmeter.cli import main; main()"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(json.loads(answer.stdout)) == len(PLANTS)
+def test_the_demo_pads_half_of_each_sample_and_leaves_it_out_of_the_loss() -> None:
+    sample = next(iter(SyntheticText(16, seed=0, padding=0.5)))
+    assert sample["attention_mask"].tolist() == [1] * 8 + [0] * 8
+    assert sample["input_ids"][8:].tolist() == [0] * 8
+    assert sample["labels"][8:].tolist() == [IGNORED] * 8
+    assert sample["labels"][:7].tolist() == sample["input_ids"][1:8].tolist()
 
 
-def test_a_further_demo_takes_the_next_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("demo", "demo-2"):
-        assert command._free_folder() == Path("runs") / name
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        assert command._free_folder() == Path("runs") / name  # a folder without a run is free
-        (tmp_path / "runs" / name / "run.jsonl").touch()
-    assert command._free_folder() == Path("runs/demo-3")
+def test_the_demos_slow_disk_takes_its_time_for_each_sample(tmp_path: Path) -> None:
+    run = load_run(train_demo(tmp_path, 0.0, "slow_disk", QUIET, min_steps=4))
+    # Eight samples of 8 ms: the wait is at least their sum, whatever else the machine does.
+    waits = [
+        share * step_s
+        for share, step_s in zip(run.column("perf/data_wait_share"), run.column("perf/step_time"), strict=True)
+    ]
+    assert min(wait for wait in waits if wait == wait) >= 8 * 0.008
 
 
 def test_an_unknown_plant_is_refused_with_the_one_that_was_meant() -> None:
@@ -232,13 +224,8 @@ def test_sizes_in_steps_are_taken_from_a_measured_step() -> None:
 
 
 def test_spelled_out_attention_computes_what_sdpa_computes() -> None:
-    sizes = GPTConfig(num_layers=1, hidden=32, num_heads=8, length=16)
-    losses = []
-    for is_eager in (False, True):
-        torch.manual_seed(0)
-        model = GPT(replace(sizes, has_eager_attention=is_eager))
-        tokens = torch.arange(32).view(2, 16)
-        losses.append(model(input_ids=tokens, labels=tokens))
+    batch = next(iter(tiny().loader()))
+    losses = [tiny(has_eager_attention=is_eager).model()(**batch) for is_eager in (False, True)]
     torch.testing.assert_close(*losses)
 
 
@@ -277,19 +264,3 @@ def test_two_ranks_train_together_and_stop_together(tmp_path: Path) -> None:
     assert run.header.world_size == 2
     assert result.num_steps == len(run) > 0
     assert result.num_steps % 10 == 0  # rank 0 is asked every ten steps
-
-
-def flopmeter(*arguments: str) -> Any:
-    return CliRunner().invoke(cli.build_app(), arguments)
-
-
-def test_the_command_lists_the_plants() -> None:
-    answer = flopmeter("demo", "--list-plants", "--json")
-    assert [plant["name"] for plant in json.loads(answer.stdout)] == [plant.name for plant in PLANTS]
-    assert "slow_disk" in flopmeter("demo", "--list-plants").stdout
-
-
-@pytest.mark.parametrize("option", ["--plant=nonsense", "--plant=padding=much", "--workload=diffusion"])
-def test_the_command_refuses_what_there_is_not(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["flopmeter", "demo", option])
-    assert cli._run() == 2

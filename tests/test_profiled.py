@@ -19,7 +19,8 @@ from torch.utils import checkpoint
 
 from flopmeter.errors import CountError
 from flopmeter.flops.flop_count import FlopCount
-from flopmeter.flops.profiled import COMPILED, UNSEEN_MASKS, ProfiledStep, profile_flops
+from flopmeter.flops.profiled import COMPILED, ProfiledStep, profile_flops
+from flopmeter.profiling.recorded import UNSEEN_MASKS
 
 
 def profiled(step: Callable[[], Any]) -> ProfiledStep:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from textwrap import dedent
 from typing import Any
 
@@ -34,19 +36,57 @@ def num_products(session):
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: what is tested for is that it does not crash."""
-    source = PRELUDE + dedent(script)
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False)
+# Each script runs in a process of its own, because what is tested for is that it does not crash. All are forks of one
+# that has imported torch, and has used nothing of it.
+FORKS = """
+import os
+for line in sys.stdin:
+    script, out, err = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, path in ((0, os.devnull), (1, out), (2, err)):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
+        exec(script)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+Run = Callable[[str], "subprocess.CompletedProcess[str]"]
+OutputOf = Callable[[str], Any]
 
 
-def output_of(script: str) -> Any:
-    done = run(script)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    if not hasattr(os, "fork"):
+        pytest.skip("no forks here")
+    folder = tmp_path_factory.mktemp("scripts")
+    command, pipe = [sys.executable, "-c", PRELUDE + FORKS], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+
+        def run(script: str) -> subprocess.CompletedProcess[str]:
+            out, err = (folder / f"{len(list(folder.iterdir()))}{kind}" for kind in ("out", "err"))
+            for path in (out, err):
+                path.touch()
+            assert server.stdin is not None
+            assert server.stdout is not None
+            print(json.dumps([dedent(script), str(out), str(err)]), file=server.stdin, flush=True)
+            code = int(server.stdout.readline())
+            return subprocess.CompletedProcess(script, code, out.read_text(), err.read_text())
+
+        yield run
+        server.communicate()
 
 
-def test_a_scheduled_profiler_keeps_its_events_whenever_ours_wants_to_run() -> None:
+@pytest.fixture
+def output_of(run: Run) -> OutputOf:
+    def output_of(script: str) -> Any:
+        done = run(script)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return output_of
+
+
+def test_a_scheduled_profiler_keeps_its_events_whenever_ours_wants_to_run(output_of: OutputOf) -> None:
     # One cycle is 5 steps: 2 waited, 1 warmed up, 2 recorded. Ours starts at each of them, and runs for 1 or 3 steps.
     results = output_of(
         """
@@ -79,7 +119,7 @@ def test_a_scheduled_profiler_keeps_its_events_whenever_ours_wants_to_run() -> N
     assert [ours for _, ours in results[1::2]] == ["cut short" if i in (0, 1, 5, 6) else "refused" for i in range(10)]
 
 
-def test_a_profiler_that_warmed_up_before_anyone_watched_is_found() -> None:
+def test_a_profiler_that_warmed_up_before_anyone_watched_is_found(output_of: OutputOf) -> None:
     theirs, ours = output_of(
         """
         theirs, ours = [], "started"
@@ -99,7 +139,9 @@ def test_a_profiler_that_warmed_up_before_anyone_watched_is_found() -> None:
     assert (theirs, ours) == ([1], "refused")
 
 
-def test_a_profiler_on_another_thread_starts_at_once_and_ours_is_put_away_when_theirs_has_ended() -> None:
+def test_a_profiler_on_another_thread_starts_at_once_and_ours_is_put_away_when_theirs_has_ended(
+    output_of: OutputOf,
+) -> None:
     theirs, ours, is_on, blocker, later = output_of(
         """
         recording, begun, go_on, theirs = Recording(), threading.Event(), threading.Event(), []
@@ -145,11 +187,11 @@ def test_nothing_of_torchs_stays_replaced_when_nobody_watches() -> None:
     assert vars(torch_profiler.profile) == before
 
 
-def test_a_script_that_fails_while_we_record_ends_with_its_own_exit_code() -> None:
+def test_a_script_that_fails_while_we_record_ends_with_its_own_exit_code(run: Run) -> None:
     assert run("Recording().start(); step(); sys.exit(3)").returncode == 3
 
 
-def test_workers_that_are_forked_while_we_record_do_their_work() -> None:
+def test_workers_that_are_forked_while_we_record_do_their_work(output_of: OutputOf) -> None:
     batches = output_of(
         """
         recording = Recording()
@@ -235,13 +277,13 @@ recording = Recording(with_shapes=False, devices=[torch.device("cuda", 1), torch
 """Makes the profiler believe in a GPU: as far as it checks names, torch's code is the same."""
 
 
-def test_what_a_gpu_does_is_asked_for_by_names_in_the_groups_where_torch_has_them() -> None:
+def test_what_a_gpu_does_is_asked_for_by_names_in_the_groups_where_torch_has_them(output_of: OutputOf) -> None:
     # One name in the wrong group, and torch refuses the whole session.
     names = output_of(CUDA + "recording.start(); step(); print(json.dumps([e.name() for e in recording.stop()]))")
     assert "aten::addmm" in names
 
 
-def test_the_devices_that_hold_the_model_are_waited_for_and_no_other() -> None:
+def test_the_devices_that_hold_the_model_are_waited_for_and_no_other(output_of: OutputOf) -> None:
     # The current device is cuda:0, which the model does not use: a wait there would make a context on it.
     waited_for = output_of(
         CUDA
@@ -258,7 +300,7 @@ print(json.dumps(waited_for))
 @pytest.mark.parametrize(
     "obstacle", ["is_current_stream_capturing = lambda: True", "synchronize = lambda device: 1 / 0"]
 )
-def test_a_session_ends_although_the_device_cannot_be_waited_for(obstacle: str) -> None:
+def test_a_session_ends_although_the_device_cannot_be_waited_for(output_of: OutputOf, obstacle: str) -> None:
     # Left running, it would crash the interpreter at its end. A wait during a capture would spoil the user's graph.
     events, was_cut_short, is_on, blocker = output_of(
         CUDA
@@ -276,7 +318,7 @@ print(json.dumps([events, recording.was_cut_short, torch._C._autograd._profiler_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is mended")
 @pytest.mark.slow
-def test_a_child_that_is_forked_after_a_profile_ends_as_it_wants_to() -> None:
+def test_a_child_that_is_forked_after_a_profile_ends_as_it_wants_to(output_of: OutputOf) -> None:
     answer = output_of("""
         import os, time
         recording = Recording()
@@ -311,7 +353,7 @@ def test_a_child_that_is_forked_after_a_profile_ends_as_it_wants_to() -> None:
     assert answer == [0, 3, 4]
 
 
-def test_what_a_forked_child_prints_arrives() -> None:
+def test_what_a_forked_child_prints_arrives(run: Run) -> None:
     done = run("""
         import ctypes, os
         recording = Recording()

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from flopmeter.errors import RecordError
 from flopmeter.record import Run, RunWriter, load_run, write_training_log
 from flopmeter.record import reader as reader_module
-from flopmeter.record.reader import look_at
-from flopmeter.record.rows import Rows
-from flopmeter.record.writer import encode
+from flopmeter.record.reader import Rows, look_at
+from flopmeter.record.writer import encode, without_names
+from flopmeter.schema import SCHEMA_VERSION
 
-HEADER = {"kind": "header", "schema": 1, "run_id": "a", "started_at": 100.0, "model": "GPT", "world_size": 1}
+HEADER = {"kind": "header", "schema": 2, "run_id": "a", "started_at": 100.0, "model": "GPT", "world_size": 1}
 
 
 def step_line(step: int, /, **metrics: Any) -> dict[str, Any]:
@@ -131,7 +131,14 @@ def test_bad_lines_in_the_middle_are_counted_not_fatal(tmp_path: Path) -> None:
         (b"", "has no header line"),
         (b"\x89PNG\r\n\x1a\n" * 50, "has no header line"),
         (b'{"step": 1}\n', "has no header line"),
-        (encode({"kind": "header", "schema": 2}), "has run-file schema 2; this flopmeter reads 1"),
+        (
+            encode({"kind": "header", "schema": 1}),
+            "has run-file schema 1; this flopmeter reads 2: flopmeter 0.1 reads it",
+        ),
+        (
+            encode({"kind": "header", "schema": 3}),
+            "has run-file schema 3; this flopmeter reads 2: use the flopmeter that",
+        ),
         (encode({"kind": "header"}), "has run-file schema None"),
     ],
 )
@@ -323,7 +330,7 @@ import sys
 from pathlib import Path
 from flopmeter.record import RunWriter
 writer = RunWriter(Path(sys.argv[1]))
-writer.write({"kind": "header", "schema": 1})
+writer.write({"kind": "header", "schema": 2})
 for step in range(10**9):
     writer.write({"kind": "step", "step": step, "time": 0.0, "metrics": {"training/loss": 1.0 / (step + 1)}})
     if step % 7 == 0:
@@ -525,7 +532,7 @@ def test_any_text_may_be_the_key_of_a_metric_in_every_line(tmp_path: Path, key: 
 
 def test_a_reader_says_of_each_line_whether_it_is_sound() -> None:
     reader = reader_module.RunReader(Path("run.jsonl"))
-    assert reader.take(b'{"kind": "header", "schema": 1}')
+    assert reader.take(b'{"kind": "header", "schema": 2}')
     assert reader.take(b'{"kind": "step", "step": 1, "time": 2.0, "metrics": {"a": 1.0}}')
     assert not reader.take(b"no JSON at all")
 
@@ -534,7 +541,7 @@ def test_a_reader_says_of_each_line_whether_it_is_sound() -> None:
 def test_a_file_without_a_header_is_hopeless_after_a_thousand_lines(has_header: bool) -> None:
     reader = reader_module.RunReader(Path("run.jsonl"))
     if has_header:
-        reader.take(b'{"kind": "header", "schema": 1}')
+        reader.take(b'{"kind": "header", "schema": 2}')
     for _ in range(reader_module.MAX_LINES_WITHOUT_HEADER - 1):
         reader.take(b"{}")
     assert not reader.is_hopeless
@@ -672,6 +679,8 @@ def test_a_path_that_is_not_there_names_the_run_that_was_likely_meant(tmp_path: 
     [
         ([HEADER, {"kind": "summary"}], "ended"),
         ([HEADER, {"kind": "summary"}, b"\n\n"], "ended"),
+        ([HEADER, {"kind": "summary", "failure": "KeyboardInterrupt"}], "ended"),
+        ([HEADER, {"kind": "summary", "failure": "RuntimeError"}], "running"),
         ([HEADER, {"kind": "summary"}, HEADER], "running"),
         ([HEADER, b'{"kind": "summ'], "running"),
         ([HEADER, b"\xff\xfe not text"], "running"),
@@ -680,17 +689,29 @@ def test_a_path_that_is_not_there_names_the_run_that_was_likely_meant(tmp_path: 
         ([b"[]"], "foreign"),
         ([], ""),
     ],
-    ids=["ended", "and empty lines", "a further start", "torn", "not UTF-8", "nested", "schema", "no object", "empty"],
+    ids=[
+        "ended",
+        "and empty lines",
+        "Ctrl-C",
+        "failed",
+        "a further start",
+        "torn",
+        "not UTF-8",
+        "nested",
+        "schema",
+        "no object",
+        "empty",
+    ],
 )
 def test_what_is_at_the_path_of_a_run_that_begins(
     tmp_path: Path, content: list[dict[str, Any] | bytes], expected: str
 ) -> None:
-    found, started_at = look_at(write_lines(tmp_path / "run.jsonl", *content))
-    assert found == expected
+    found, started_at, last_step = look_at(write_lines(tmp_path / "run.jsonl", *content))
+    assert (found, last_step) == (expected, None)
     assert started_at == (
         100.0 if expected and content[0] != b"[]" else pytest.approx(time.time(), abs=600) if expected else 0.0
     )
-    assert look_at(tmp_path / "missing") == ("", 0.0)
+    assert look_at(tmp_path / "missing") == ("", 0.0, None)
 
 
 def test_rows_are_dealt_out_when_enough_of_them_wait() -> None:
@@ -787,3 +808,31 @@ def test_a_log_that_cannot_be_written_leaves_no_half_of_it(tmp_path: Path) -> No
     with pytest.raises(IsADirectoryError):
         write_training_log(make_run(tmp_path), tmp_path / "training_log.json")
     assert not list(tmp_path.glob("training_log.json.tmp"))
+
+
+def test_what_the_loop_tells_is_written_without_names_and_read_with_them(tmp_path: Path) -> None:
+    told = {"training/loss": 2.5, "training/lr": 0.1, "training/epoch": 3.0, "training/grad_norm": math.inf}
+    some = {"training/epoch": 4.0, "training/grad_norm": 0.5}  # without a loss: by name, so that no place is empty
+    lines = [{"kind": "header", "schema": SCHEMA_VERSION, "started_at": 1.0}]
+    for number, metrics in enumerate((told, {**told, "mine": 7.0}, some, {}), start=1):
+        lines.append({"kind": "step", "step": number, "time": 2.0 + number, "row": [0, 1000], "metrics": metrics})
+    writer = RunWriter(tmp_path / "run.jsonl")
+    for line in lines:
+        writer.write(line)
+    writer.close()
+    first, second, third, _ = (json.loads(raw) for raw in (tmp_path / "run.jsonl").read_bytes().splitlines()[1:])
+    assert first["loop"] == [2.5, 0.1, 3.0, "Infinity"]
+    assert "metrics" not in first
+    assert second["metrics"] == {"mine": 7.0}
+    assert third["metrics"] == some
+    run = load_run(tmp_path)
+    columns = {key: run.column(key) for key in told}
+    for place, expected in enumerate((told, told, some, {})):
+        assert {key: column[place] for key, column in columns.items() if not math.isnan(column[place])} == expected
+
+
+def test_a_step_of_a_text_model_with_all_that_its_loop_tells_takes_at_most_200_bytes() -> None:
+    row = [1, 400123456, *[66687242] * 5, 2, 16384, 16384, 67112960, 134225920, 134225920]
+    told = {"training/loss": 2.345678, "training/lr": 0.0003, "training/epoch": 0, "training/grad_norm": 1.2345}
+    line = {"kind": "step", "step": 1_000_000, "time": 1795065115.968901, "row": row, "metrics": told}
+    assert len(encode(without_names(line))) <= 200  # so that a million of them take 200 MB

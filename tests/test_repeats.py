@@ -70,4 +70,5 @@ def test_a_reference_pass_without_gradients_does_not_hide_a_repeat() -> None:
             expected = reference(x)
         (loss - expected).backward()
     count = observed.result()
-    assert (count.forward_flop, count.backward_flop, count.recompute_flop) == (2 * PRODUCT, 2 * PRODUCT, PRODUCT)
+    assert (count.forward_flop, count.backward_flop, count.recompute_flop) == (PRODUCT, 2 * PRODUCT, PRODUCT)
+    assert count.by_role == {"no_grad": PRODUCT}

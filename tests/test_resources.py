@@ -5,19 +5,25 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flopmeter.resources import GPU_KEYS, WORKER_KEYS, ResourceSampler
+from flopmeter import resources
+from flopmeter.devices.roof import condition
+from flopmeter.resources import GPU_KEYS, ResourceSampler, _left_in_cgroup
 
 
 class Clock:
@@ -31,12 +37,12 @@ class Clock:
 
 
 class FakeNvml:
-    """Two boards, the second without an energy counter, and a MIG slice of the first."""
+    """Two boards, the second without an energy counter."""
 
-    AMPERE, PASCAL, SLICE = 0x1000, 0x2000, 0x3000
-    HANDLES = MappingProxyType({b"GPU-ampere": AMPERE, b"GPU-pascal": PASCAL, b"MIG-slice": SLICE})
-    USED_BYTES = MappingProxyType({AMPERE: 60 << 30, PASCAL: 4 << 30, SLICE: 5 << 30})
-    TOTAL_BYTES = MappingProxyType({AMPERE: 80 << 30, PASCAL: 16 << 30, SLICE: 10 << 30})
+    AMPERE, PASCAL = 0x1000, 0x2000
+    HANDLES = MappingProxyType({b"GPU-ampere": AMPERE, b"GPU-pascal": PASCAL})
+    USED_BYTES = MappingProxyType({AMPERE: 60 << 30, PASCAL: 4 << 30})
+    TOTAL_BYTES = MappingProxyType({AMPERE: 80 << 30, PASCAL: 16 << 30})
     NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
 
     def __init__(self) -> None:
@@ -69,18 +75,12 @@ class FakeNvml:
         ctypes.cast(device, ctypes.POINTER(ctypes.c_size_t))[0] = self.HANDLES[uuid.value]
         return 0
 
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, device: Any, board: Any) -> int:
-        assert self._address(device) == self.SLICE
-        ctypes.cast(board, ctypes.POINTER(ctypes.c_size_t))[0] = self.AMPERE
-        return 0
-
     def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:
         memory._obj.used = self.USED_BYTES[self._address(device)]
         memory._obj.total = self.TOTAL_BYTES[self._address(device)]
         return self.GPU_IS_LOST if self.is_lost else 0
 
     def nvmlDeviceGetUtilizationRates(self, device: Any, rates: Any) -> int:
-        assert self._address(device) != self.SLICE, "NVML does not support utilisation of slices"
         rates._obj.gpu, rates._obj.memory = 97, 41
         return self.GPU_IS_LOST if self.is_lost else 0
 
@@ -95,9 +95,22 @@ class FakeNvml:
         return self.GPU_IS_LOST if self.is_lost else 0
 
     def nvmlDeviceGetTemperature(self, device: Any, sensor: Any, celsius: Any) -> int:
-        assert self._address(device) != self.SLICE, "a slice has no sensor"
+
         assert sensor.value == 0, "sensor 0 is the GPU's die"
         celsius._obj.value = 61
+        return self.GPU_IS_LOST if self.is_lost else 0
+
+    def nvmlDeviceGetClockInfo(self, device: Any, kind: Any, mhz: Any) -> int:
+        assert kind.value == 1, "clock 1 is that of the multiprocessors"
+        mhz._obj.value = 1410
+        return self.GPU_IS_LOST if self.is_lost else 0
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, device: Any, milliwatts: Any) -> int:
+        milliwatts._obj.value = 400_000
+        return self.GPU_IS_LOST if self.is_lost else 0
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, device: Any, reasons: Any) -> int:
+        reasons._obj.value = 0x4
         return self.GPU_IS_LOST if self.is_lost else 0
 
     @staticmethod
@@ -124,18 +137,19 @@ def gpu_part(sample: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("uuid", ["GPU-ampere", "ampere"])
 def test_a_gpu_is_found_by_its_uuid_with_or_without_prefix(nvml: FakeNvml, uuid: str) -> None:
     sample = gpu_part(ResourceSampler("cuda:5", uuid).sample())
-    assert sample == {"memory_bytes": 60 << 30, "memory_share": 0.75, "utilisation": 0.97, "temperature_c": 61.0}
+    assert sample == {
+        "memory_bytes": 60 << 30, "memory_share": 0.75, "utilisation": 0.97, "temperature_c": 61.0,
+        "clock_hz": 1.41e9, "power_limit_w": 400.0, "throttle_reasons": 4.0,
+    }  # fmt: skip
 
 
 def test_power_is_the_energy_since_the_last_sample_over_the_time(nvml: FakeNvml) -> None:
     clock = Clock()
     sampler = ResourceSampler("cuda:0", "GPU-ampere", clock=clock)
     assert "resource/gpu_power_w" not in sampler.sample()
-    assert sampler.missing["resource/gpu_power_w"] == "a rate is known from the second sample on"
     clock.now_s += 10.0
     nvml.energy_mj += 4_000_000  # 4 kJ in 10 s
     assert sampler.sample()["resource/gpu_power_w"] == 400.0
-    assert "resource/gpu_power_w" not in sampler.missing
 
 
 def test_power_of_a_gpu_without_energy_counter_is_that_of_the_moment(nvml: FakeNvml) -> None:
@@ -151,12 +165,10 @@ def test_an_energy_counter_that_was_reset_gives_no_power(nvml: FakeNvml) -> None
         assert sampler.sample().get("resource/gpu_power_w") == power_w
 
 
-@pytest.mark.parametrize("uuid", ["MIG-slice", "slice"])
-def test_a_mig_slice_has_its_own_memory_and_no_number_that_is_the_boards(nvml: FakeNvml, uuid: str) -> None:
-    sampler = ResourceSampler("cuda:0", uuid)
-    assert gpu_part(sampler.sample()) == {"memory_bytes": 5 << 30, "memory_share": 0.5, "temperature_c": 61.0}
-    for key in ("resource/gpu_utilisation", "resource/gpu_power_w"):
-        assert sampler.missing[key] == "NVML tells it of whole GPUs only, and this is a MIG slice"
+def test_a_slice_of_a_gpu_is_no_gpu_and_has_no_number_of_its_board(nvml: FakeNvml) -> None:
+    sampler = ResourceSampler("cuda:0", "slice")  # torch gives a slice's UUID without its prefix, too
+    assert gpu_part(sampler.sample()) == {}
+    assert nvml.num_open == 0
 
 
 def test_a_gpu_that_falls_off_the_bus_leaves_the_other_numbers_and_its_own_come_back(nvml: FakeNvml) -> None:
@@ -165,11 +177,15 @@ def test_a_gpu_that_falls_off_the_bus_leaves_the_other_numbers_and_its_own_come_
     nvml.is_lost = True
     sample = sampler.sample()
     assert gpu_part(sample) == {}
-    assert set(GPU_KEYS) <= sampler.missing.keys()
     assert "resource/process_cpu_cores" in sample
     nvml.is_lost = False
     assert set(GPU_KEYS) <= sampler.sample().keys()
-    assert sampler.missing == {}
+
+
+def test_a_measurement_notes_clock_power_cap_and_what_holds_the_clock_down(nvml: FakeNvml) -> None:
+    assert condition("ampere") == {"clock_hz": 1.41e9, "power_limit_w": 400.0, "throttle_reasons": 4.0}
+    assert condition("elsewhere") == condition(None) == {}
+    assert nvml.num_open == 0
 
 
 def test_closing_lets_go_of_nvml_once(nvml: FakeNvml) -> None:
@@ -185,46 +201,46 @@ def test_closing_lets_go_of_nvml_once(nvml: FakeNvml) -> None:
 def test_a_gpu_that_nvml_does_not_know_is_named_and_nvml_closed(nvml: FakeNvml) -> None:
     sampler = ResourceSampler("cuda:0", "elsewhere")
     assert gpu_part(sampler.sample()) == {}
-    assert {sampler.missing[key] for key in GPU_KEYS} == {"NVML knows no MIG-elsewhere or GPU-elsewhere"}
     assert nvml.num_open == 0
 
 
 def test_a_gpu_known_by_index_only_is_not_guessed(nvml: FakeNvml) -> None:
     sampler = ResourceSampler("cuda:0", None)
     assert gpu_part(sampler.sample()) == {}
-    assert sampler.missing["resource/gpu_power_w"] == "the GPU's UUID is not known"
 
 
-def test_without_nvidia_ml_py_the_reason_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_ml_py_there_are_no_numbers_of_a_gpu_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     sampler = ResourceSampler("cuda:0", "GPU-ampere")
     assert gpu_part(sampler.sample()) == {}
-    assert sampler.missing["resource/gpu_memory_bytes"].endswith("pip install 'flopmeter[nvml]'")
 
 
-def test_without_a_driver_the_reason_is_nvmls_own() -> None:
-    pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        reason = str(error)
-    else:
-        pynvml.nvmlShutdown()
-        pytest.skip("there is a driver here")
-    sampler = ResourceSampler("cuda:0", "GPU-ampere")
-    sampler.sample()
-    assert reason in sampler.missing["resource/gpu_utilisation"]
-
-
-def test_a_cpu_run_is_not_told_that_it_lacks_a_gpu() -> None:
-    sampler = ResourceSampler("cpu", None)
-    sampler.sample()
-    assert set(GPU_KEYS).isdisjoint(sampler.missing)
+def test_without_a_driver_there_are_no_numbers_of_a_gpu_and_no_error() -> None:
+    assert gpu_part(ResourceSampler("cuda:0", "GPU-ampere").sample()) == {}
 
 
 # The process and its workers
 
+CPU_KEYS = {"resource/process_cpu_cores", *(["resource/cpu_wait_share"] if sys.platform == "linux" else [])}
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def test_memory_of_the_process_and_what_is_left_for_it_are_those_of_psutil(tmp_path: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    sample = ResourceSampler("cpu", None).sample()
+    assert sample["resource/process_memory_bytes"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+    assert sample["resource/host_free_bytes"] <= psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert _left_in_cgroup(tmp_path) == 2000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _left_in_cgroup(tmp_path) == math.inf
+
+
+def test_what_torchs_allocators_hold_joins_a_sample_and_may_fail() -> None:
+    held = {"resource/memory_allocated_bytes": 5.0}
+    assert ResourceSampler("cpu", None, memory=lambda: held).sample().items() >= held.items()
+    assert ResourceSampler("cpu", None, memory=lambda: 1 / 0).sample()  # type: ignore[arg-type,return-value]
 
 
 def test_cpu_time_over_wall_time_is_the_number_of_busy_cores() -> None:
@@ -234,6 +250,21 @@ def test_cpu_time_over_wall_time_is_the_number_of_busy_cores() -> None:
     clock.now_s += 4.0
     cpu_clock.now_s += 10.0
     assert sampler.sample()["resource/process_cpu_cores"] == 2.5
+
+
+def test_the_wait_for_a_core_is_what_the_kernel_says_of_the_thread_that_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    sampler = ResourceSampler("cpu", None, clock=clock)
+    # Nanoseconds on a core, in its queue, and turns.
+    told = {f"/proc/self/task/{threading.get_native_id()}/schedstat": tmp_path / "schedstat"}
+    monkeypatch.setattr(resources, "Path", told.__getitem__)
+    (tmp_path / "schedstat").write_text("9000000000 1000000000 7\n")
+    sampler.sample()
+    clock.now_s += 4.0
+    (tmp_path / "schedstat").write_text("9500000000 3000000000 9\n")
+    assert sampler.sample()["resource/cpu_wait_share"] == 0.5
 
 
 def test_two_samples_at_the_same_moment_give_no_rate() -> None:
@@ -246,8 +277,9 @@ def test_memory_is_what_the_kernel_says_of_this_process() -> None:
     pytest.importorskip("psutil", reason="psutil is not installed")
     sampler = ResourceSampler("cpu", None)
     before = sampler.sample()["resource/process_memory_bytes"]
-    ballast = bytearray(64 << 20)
-    ballast[::4096] = b"x" * len(ballast[::4096])
+    ballast = mmap.mmap(-1, 64 << 20)  # pages of its own: what was freed before is not used again
+    for place in range(0, 64 << 20, mmap.PAGESIZE):
+        ballast[place] = 1
     assert sampler.sample()["resource/process_memory_bytes"] - before >= 60 << 20
 
 
@@ -323,15 +355,13 @@ def test_a_dead_worker_is_left_for_others_to_find() -> None:
     assert process.exitcode == 0
 
 
-def test_without_psutil_the_reason_names_the_cure_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_psutil_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
     clock = Clock()
     sampler = ResourceSampler("cpu", None, clock=clock)
     sampler.sample()
     clock.now_s += 1.0
-    assert sampler.sample().keys() == {"resource/process_cpu_cores"}
-    assert sampler.missing.keys() == {"resource/process_memory_bytes", *WORKER_KEYS}
-    assert all("pip install 'flopmeter[resources]'" in reason for reason in sampler.missing.values())
+    assert sampler.sample().keys() == CPU_KEYS
 
 
 def test_importing_and_sampling_needs_neither_torch_nor_an_optional_library() -> None:
@@ -341,6 +371,6 @@ def test_importing_and_sampling_needs_neither_torch_nor_an_optional_library() ->
         "from flopmeter.resources import ResourceSampler\n"
         "sampler = ResourceSampler('cuda:0', 'x')\n"
         "assert sampler.sample() == {}\n"
-        "assert sampler.sample().keys() == {'resource/process_cpu_cores'}"
+        f"assert sampler.sample().keys() == {CPU_KEYS}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,19 +5,20 @@ The planned run has 40 steps of 100 ms: 70 matmul (50 ideal), 20 other operators
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from flopmeter.diagnosis import RULES, Evidence, Finding, NotCheckedError
+from flopmeter.diagnosis import RULES, Evidence, Finding, NotCheckedError, diagnose
 from planned_runs import START_S, Plan, event, record
 
 PLAN = Plan()
 
 
 def look(rule: str, folder: Path, plan: Plan) -> Finding | None:
-    finding = RULES[rule].check(Evidence(plan.run(folder)))
+    finding = RULES[rule].look(Evidence(plan.run(folder)), RULES[rule])
     assert finding is None or finding.rule == rule
     return finding
 
@@ -54,8 +55,8 @@ class TestDataRules:
         plan = self.waiting.but(events=(workers(4, 0.4),))
         finding = find("data_stall", tmp_path, plan)
         assert finding.lost == pytest.approx(0.505)
-        # All of it gone: 200/99; half of it gone: 200/149.5.
-        assert gain_of(finding) == pytest.approx((200 / 149.5 - 1, 200 / 99 - 1, 200 / 99 - 1))
+        # All of it gone: 200/99; 95 % of it: 200/(200 - 95.95); half of it gone: 200/149.5.
+        assert gain_of(finding) == pytest.approx((200 / 149.5 - 1, 200 / 104.05 - 1, 200 / 99 - 1))
         assert "its 4 workers are busy for 10.0 % of the time each" in finding.evidence
         assert look("cpu_preprocessing", tmp_path, plan) is None
 
@@ -66,8 +67,16 @@ class TestDataRules:
     def test_workers_that_compute_are_preprocessing(self, tmp_path: Path) -> None:
         plan = self.waiting.but(events=(workers(4, 3.2),))
         finding = find("cpu_preprocessing", tmp_path, plan)
-        assert gain_of(finding) == pytest.approx((200 / 149.5 - 1, 200 / 99 - 1, 200 / 99 - 1))
+        assert gain_of(finding) == pytest.approx((200 / 149.5 - 1, 200 / 104.05 - 1, 200 / 99 - 1))
         assert look("data_stall", tmp_path, plan) is None
+
+    def test_what_a_worker_waited_for_a_core_is_no_disks_fault(self, tmp_path: Path) -> None:
+        # One worker computes for 10 % of the time, at the quarter of a core that this process gets, too: it waits for
+        # a core for 30 %. Of each step of 199 ms 100 are spent on waiting for it.
+        metrics = {"resource/process_cpu_cores": 0.2, "resource/cpu_wait_share": 0.6}
+        metrics |= {"resource/num_workers": 1.0, "resource/worker_cpu_cores": 0.1}
+        plan = PLAN.but(data_wait_s=0.100, events=(event("resources", START_S + 2, metrics=metrics),))
+        assert find("data_stall", tmp_path, plan).lost == pytest.approx((0.100 - 0.3 * 0.199) / 0.199)
 
     @pytest.mark.parametrize(("cpu_share", "rule"), [(0.05, "data_stall"), (0.95, "cpu_preprocessing")])
     def test_without_workers_the_cpu_time_of_the_wait_decides(
@@ -88,7 +97,7 @@ class TestDataRules:
             line["metrics"] |= {"perf/data_wait_cpu_share": cpu_share}
         evidence = Evidence(record(tmp_path, lines))
         assert evidence.loader_busy == pytest.approx(0.009 / 0.909)
-        assert RULES["data_stall"].check(evidence) is not None
+        assert RULES["data_stall"].look(evidence, RULES["data_stall"]) is not None
 
     def test_where_cpu_time_is_unknown_the_wait_is_reported_and_the_cause_left_open(self, tmp_path: Path) -> None:
         assert "not in the record" in find("data_stall", tmp_path, self.waiting).evidence[1]
@@ -118,16 +127,18 @@ class TestKernelLaunch:
         lost = find("kernel_launch", tmp_path, plan.but(num_ops=1000)).lost
         assert lost == pytest.approx(27.5 / 40)
         assert find("kernel_launch", tmp_path, plan.but(num_ops=1000, device="cuda")).lost == pytest.approx(20 / 40)
-        # 200 of them only read values: 6 ms for the others, and a fifth of the gaps stands behind the reads.
+        # 200 of them only read values: 6 ms for the others. On a CPU no gap stands behind a read.
         reading = plan.but(num_ops=1000, facts={"host_syncs": {"aten::_local_scalar_dense": 200}})
-        assert find("kernel_launch", tmp_path, reading).lost == pytest.approx((16 + 6) / 40)
+        assert find("kernel_launch", tmp_path, reading).lost == pytest.approx((20 + 6) / 40)
 
     def test_an_update_in_a_loop_is_not_counted(self, tmp_path: Path) -> None:
         plan = PLAN.but(optimizer_s=0.1, facts={"optimizer": "for-loop"})
         assert look("kernel_launch", tmp_path, plan) is None
 
     def test_gaps_behind_synchronisations_are_left_to_their_own_rule(self, tmp_path: Path) -> None:
-        plan = PLAN.but(gap_s=0.1, facts={"host_syncs": {"aten::_local_scalar_dense": 400}})  # of 500 operators
+        plan = PLAN.but(
+            gap_s=0.1, facts={"host_syncs": {"aten::_local_scalar_dense": 400}}, device="cuda", num_ops=1000
+        )
         assert look("kernel_launch", tmp_path, plan) is None
         assert find("kernel_launch", tmp_path, plan.but(facts={})).lost > 0.5
 
@@ -161,8 +172,8 @@ class TestRanks:
         fields = {"rank": 1, "host": "node7", "phase": "forward_s", "since_step": 3, "cause": "slow_peer"}
         plan = self.parallel.but(events=(event("straggler", START_S + 1, extra_s=0.025, **fields),))
         finding = find("straggler", tmp_path, plan)
-        assert finding.lost == pytest.approx(0.2)
-        assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 0.25, 0.25))
+        assert finding.lost == pytest.approx(0.19)  # 38 of 40 steps: it was slow from the third on
+        assert gain_of(finding) == pytest.approx((1 / 0.905 - 1, 1 / 0.8195 - 1, 1 / 0.81 - 1))
         assert "host node7, since step 3" in finding.evidence
         assert "in forward" in finding.evidence[0]
 
@@ -265,7 +276,7 @@ class TestPadding:
         waste = 1 - 1 / 1.6
         # 90 of 100 ms are work that grows with tokens; shorter batches would save the padded share of it.
         assert finding.lost == pytest.approx(waste * 0.090 / 0.1)
-        assert gain_of(finding) == pytest.approx((1 / (1 - waste * 0.9) - 1, 0.6, 0.6))
+        assert gain_of(finding) == pytest.approx((1 / (1 - waste * 0.9) - 1, 1 / (1 - 0.95 * waste) - 1, 0.6))
 
     def test_a_little_padding_is_fine(self, tmp_path: Path) -> None:
         assert look("padding_waste", tmp_path, PLAN.but(processed=1.08)) is None
@@ -275,14 +286,14 @@ class TestPadding:
         for line in lines:
             if "perf/mfu" in line.get("metrics", {}):
                 line["metrics"] |= {"perf/mfu": 0.0, "perf/mfu_processed": 0.5}
-        assert RULES["padding_waste"].check(Evidence(record(tmp_path, lines))) is None
+        assert RULES["padding_waste"].look(Evidence(record(tmp_path, lines)), RULES["padding_waste"]) is None
 
     def test_without_masks_it_is_not_checked(self, tmp_path: Path) -> None:
         lines = PLAN.lines()
         for line in lines:
             line.get("metrics", {}).pop("perf/mfu_processed", None)
         with pytest.raises(NotCheckedError, match="no step has perf/mfu_processed"):
-            RULES["padding_waste"].check(Evidence(record(tmp_path, lines)))
+            RULES["padding_waste"].look(Evidence(record(tmp_path, lines)), RULES["padding_waste"])
 
 
 class TestRecompute:
@@ -291,7 +302,7 @@ class TestRecompute:
     def test_the_recomputed_seconds_are_lost(self, tmp_path: Path) -> None:
         finding = find("recompute", tmp_path, self.again)
         assert finding.lost == pytest.approx(0.2)
-        assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 0.25, 0.25))
+        assert gain_of(finding) == pytest.approx((1 / 0.9 - 1, 1 / 0.81 - 1, 0.25))
         assert finding.evidence[0].startswith("25 ms of every step")
 
     def test_a_full_gpu_needs_it(self, tmp_path: Path) -> None:
@@ -300,7 +311,14 @@ class TestRecompute:
         assert "45.0 % full" in find("recompute", tmp_path, self.again.but(events=(half,))).evidence[1]
 
     def test_what_fused_attention_recomputes_is_fine(self, tmp_path: Path) -> None:
-        assert look("recompute", tmp_path, PLAN.but(num_profiles=0, metrics={"perf/hfu": 0.53})) is None
+        counted = event("count", START_S + 1, model_flop=1e9, recompute_flop=6e7)  # 6 % of the 50 ms of ideal
+        assert look("recompute", tmp_path, PLAN.but(num_profiles=0, events=(counted,))) is None
+
+    def test_padding_is_no_recomputation(self, tmp_path: Path) -> None:
+        counted = event("count", START_S + 1, model_flop=1e9, recompute_flop=0.0)
+        plan = PLAN.but(num_profiles=0, metrics={"perf/hfu": 0.8}, events=(counted,))
+        assert look("recompute", tmp_path, plan) is None
+        assert "count of recomputation" in why_not("recompute", tmp_path, plan.but(events=()))
 
 
 class TestOptimizer:
@@ -335,12 +353,36 @@ class TestHostSync:
     }
     top = (("aten::_local_scalar_dense", 0.010, 100),)
 
-    def test_on_a_cpu_the_calls_and_their_share_of_the_gaps_are_lost(self, tmp_path: Path) -> None:
-        # 100 of 500 operators: a fifth of 20 ms of gaps, and 10 ms of calls, of 116 ms.
+    def test_on_a_cpu_a_read_costs_what_its_calls_took(self, tmp_path: Path) -> None:
+        # 10 ms of calls, of 116 ms; no gap stands behind them.
         finding = find("host_sync", tmp_path, PLAN.but(gap_s=0.020, facts=self.facts, top=self.top))
-        assert finding.lost == pytest.approx(0.014 / 0.116)
-        assert gain_of(finding) == pytest.approx((116 / 109 - 1, 116 / 102 - 1, 116 / 102 - 1))
-        assert "seen in a step: aten::_local_scalar_dense x 100; at train.py:42" in finding.evidence
+        assert finding.lost == pytest.approx(0.010 / 0.116)
+        assert gain_of(finding) == pytest.approx((116 / 111 - 1, 116 / 106.5 - 1, 116 / 106 - 1))
+        assert "values are read 100 times a step: aten::_local_scalar_dense x 100; at train.py:42" in finding.evidence
+
+    def test_a_call_that_was_interrupted_costs_no_more_than_a_slow_one(self, tmp_path: Path) -> None:
+        # One read of 14 ms in the sampled step of 100: the process lost its core in it.
+        plan = PLAN.but(facts={"host_syncs": {"aten::_local_scalar_dense": 1}})
+        assert look("host_sync", tmp_path, plan.but(top=(("aten::_local_scalar_dense", 0.014, 1),))) is None
+
+    def test_the_loops_own_time_is_none_of_its_reads(self, tmp_path: Path) -> None:
+        # One read a step of a loop that sleeps for 400 of 500 ms: what is found is the loop's own code.
+        plan = PLAN.but(other_s=0.4, facts={"host_syncs": {"aten::_local_scalar_dense": 1}})
+        assert look("host_sync", tmp_path, plan) is None
+        finding = find("own_code", tmp_path, plan)
+        assert finding.lost == pytest.approx(0.8)
+        assert gain_of(finding) == pytest.approx((1 / 0.92 - 1, 1 / 0.6 - 1, 4.0))
+        assert diagnose(plan.run(tmp_path)).findings[0].rule == "own_code"
+
+    def test_on_a_gpu_the_time_for_which_the_host_is_blocked_is_the_devices_work(self, tmp_path: Path) -> None:
+        # The host sits 80 of 100 ms in .item() while the device works; 4 ms of gaps are all that could be lost.
+        facts = {"host_syncs": {"aten::_local_scalar_dense": 1}}
+        plan = PLAN.but(facts=facts, device="cuda", header={"device": "NVIDIA H100 80GB HBM3"})
+        plan = plan.but(metrics={"perf/forward_share": 0.05, "perf/backward_share": 0.05, "perf/other_share": 0.8})
+        result = diagnose(plan.run(tmp_path))
+        assert result.mfu == pytest.approx(0.5)
+        assert not {"host_sync", "own_code"} & {finding.rule for finding in result.findings}
+        assert result.waterfall.seconds("launch_gaps") == pytest.approx(40 * 0.004)
 
     def test_on_a_gpu_a_call_costs_a_hundred_launches(self, tmp_path: Path) -> None:
         # Five calls, each followed by a hundred launches of 10 us during which the device waits: 5 of 116 ms.
@@ -362,7 +404,7 @@ class TestPauses:
         collected = event("gc", START_S + 4, duration_s=0.4, num=80, longest_s=0.02)
         finding = find("gc_pause", tmp_path, PLAN.but(events=(collected,)))
         assert finding.lost == pytest.approx(0.1)
-        assert gain_of(finding) == pytest.approx((1 / 0.95 - 1, 1 / 0.9 - 1, 1 / 0.9 - 1))
+        assert gain_of(finding) == pytest.approx((1 / 0.95 - 1, 1 / 0.905 - 1, 1 / 0.9 - 1))
         assert finding.evidence == ("80 collections in 400 ms, the longest of 20 ms, in 40 steps",)
         few = event("gc", START_S + 4, duration_s=0.02, num=80, longest_s=0.001)
         assert look("gc_pause", tmp_path, PLAN.but(events=(few,))) is None
@@ -396,7 +438,7 @@ class TestPauses:
 
 class TestSlowSag:
     def run_of(self, mfu: list[float], folder: Path, step_s: float = 10.0, *events: dict[str, Any]) -> Evidence:
-        lines: list[dict[str, Any]] = [{"kind": "header", "schema": 1, "started_at": START_S}]
+        lines: list[dict[str, Any]] = [{"kind": "header", "schema": 2, "started_at": START_S}]
         for place, value in enumerate(mfu):
             metrics = {"perf/step_time": step_s, "perf/mfu": value, "perf/data_wait_share": 0.0}
             lines.append({"kind": "step", "step": place, "time": START_S + step_s * (place + 1), "metrics": metrics})
@@ -405,31 +447,39 @@ class TestSlowSag:
     def test_a_run_that_keeps_falling_is_found(self, tmp_path: Path) -> None:
         # 100 steps of 10 s, from 0.50 down by 0.002 a step. Medians: 0.481 in the first fifth, 0.321 in the last.
         evidence = self.run_of([0.5 - 0.002 * step for step in range(100)], tmp_path)
-        finding = RULES["slow_sag"].check(evidence)
+        finding = RULES["slow_sag"].look(evidence, RULES["slow_sag"])
         assert finding is not None
         assert finding.title == "computing has become 33.3 % slower since the run began"  # 1 - 0.321/0.481
         assert finding.lost == pytest.approx(1 - 0.401 / 0.481, abs=0.01)
 
     def test_steps_that_vary_are_no_fall(self, tmp_path: Path) -> None:
-        assert RULES["slow_sag"].check(self.run_of([0.5, 0.4] * 50, tmp_path)) is None
+        assert RULES["slow_sag"].look(self.run_of([0.5, 0.4] * 50, tmp_path), RULES["slow_sag"]) is None
 
     def test_a_fall_that_is_smaller_than_the_scatter_of_the_beginning_is_none(self, tmp_path: Path) -> None:
         # The first fifth: median 0.5, deviation 0.1. A fall by 0.08 is 16 %, but no two deviations; one by 0.25 is.
         first = [0.4, 0.5, 0.6, 0.5, 0.6] * 4
-        assert RULES["slow_sag"].check(self.run_of([*first, *[0.46] * 60, *[0.42] * 20], tmp_path)) is None
-        assert RULES["slow_sag"].check(self.run_of([*first, *[0.46] * 60, *[0.25] * 20], tmp_path)) is not None
+        assert (
+            RULES["slow_sag"].look(self.run_of([*first, *[0.46] * 60, *[0.42] * 20], tmp_path), RULES["slow_sag"])
+            is None
+        )
+        assert (
+            RULES["slow_sag"].look(self.run_of([*first, *[0.46] * 60, *[0.25] * 20], tmp_path), RULES["slow_sag"])
+            is not None
+        )
 
     def test_waiting_for_data_is_no_fall(self, tmp_path: Path) -> None:
         evidence = self.run_of([0.5] * 50 + [0.25] * 50, tmp_path)
         evidence.run.columns["perf/data_wait_share"][50:] = type(evidence.run.time)("d", [0.5] * 50)
-        assert RULES["slow_sag"].check(evidence) is None
+        assert RULES["slow_sag"].look(evidence, RULES["slow_sag"]) is None
 
     def test_a_short_run_is_judged_only_when_the_monitor_saw_a_fall(self, tmp_path: Path) -> None:
         mfu = [0.5] * 50 + [0.25] * 50
         with pytest.raises(NotCheckedError, match="shorter than 15 minutes"):
-            RULES["slow_sag"].check(self.run_of(mfu, tmp_path, 0.1))
+            RULES["slow_sag"].look(self.run_of(mfu, tmp_path, 0.1), RULES["slow_sag"])
         regime = event("regime", START_S + 7, from_mfu=0.5, to_mfu=0.25, since_step=50)
-        finding = RULES["slow_sag"].check(self.run_of(mfu, tmp_path, 0.1, regime))
+        with pytest.raises(NotCheckedError, match="shorter than 15 minutes"):  # 100 steps of 1.19 s: not two minutes
+            RULES["slow_sag"].look(self.run_of(mfu, tmp_path, 1.19, regime), RULES["slow_sag"])
+        finding = RULES["slow_sag"].look(self.run_of(mfu, tmp_path, 1.21, regime), RULES["slow_sag"])
         assert finding is not None
         assert finding.lost == pytest.approx(0.25)
         assert "the monitor saw it fall at step 50" in finding.evidence
@@ -460,11 +510,17 @@ class TestShapes:
 class TestMemoryBound:
     moving = PLAN.but(non_matmul_s=0.120, top=(("aten::addmm", 0.070, 9), ("aten::gelu", 0.060, 12)))
 
-    def test_half_of_the_moving_is_expected_back(self, tmp_path: Path) -> None:
+    def test_a_third_of_the_moving_is_expected_back(self, tmp_path: Path) -> None:
         finding = find("memory_bound", tmp_path, self.moving)
         assert finding.lost == pytest.approx(0.6)
-        assert gain_of(finding) == pytest.approx((1 / 0.85 - 1, 1 / 0.7 - 1, 1 / 0.6 - 1))
+        assert gain_of(finding) == pytest.approx((1 / 0.94 - 1, 1 / 0.8 - 1, 1 / 0.6 - 1))
         assert finding.evidence == ("the longest of them in a step: aten::gelu 60 ms",)
+
+    def test_what_a_missing_core_may_have_put_there_is_not_claimed(self, tmp_path: Path) -> None:
+        # 60 % of a step, in which the thread was off its core for 40 ms, 10 at a time: four times. So many fall into
+        # this part by chance, give or take 2 sqrt(4 x 0.6 x 0.4) of 10 ms each.
+        lost_s = 0.120 - 2 * math.sqrt(4 * 0.6 * 0.4) * 0.010
+        assert find("memory_bound", tmp_path, self.moving.but(waited_s=0.040)).lost == pytest.approx(lost_s / 0.2)
 
     def test_matmuls_and_collectives_of_a_gpu_are_not_among_them(self, tmp_path: Path) -> None:
         kernels = ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNN", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "pow_kernel")
@@ -483,12 +539,13 @@ class TestImpossible:
     def test_an_mfu_above_one_is_found_with_its_peak(self, tmp_path: Path) -> None:
         peak = event("peak", START_S, dtype="fp32", flop_per_s=2e12, source="derived")
         finding = find("impossible_mfu", tmp_path, PLAN.but(ideal_s=0.130, events=(peak,)))
-        assert finding.lost == pytest.approx(1.3)
+        assert finding.is_doubt
+        assert "130.0 %" in finding.title
         assert finding.gain is None
         assert "peak: 2 TFLOP/s fp32, derived" in finding.evidence
 
     def test_an_hfu_above_one_is_found_too(self, tmp_path: Path) -> None:
-        assert find("impossible_mfu", tmp_path, PLAN.but(metrics={"perf/hfu": 1.01})).lost == pytest.approx(1.01)
+        assert "101.0 %" in find("impossible_mfu", tmp_path, PLAN.but(metrics={"perf/hfu": 1.01})).title
 
     def test_a_possible_one_is_fine_and_an_unknown_one_is_not_checked(self, tmp_path: Path) -> None:
         assert look("impossible_mfu", tmp_path, PLAN) is None
@@ -548,7 +605,7 @@ class TestUndetermined:
     def test_a_short_run_is_to_be_longer_and_not_told_of_a_setting_that_is_on(self, tmp_path: Path) -> None:
         finding = find("undetermined", tmp_path, self.dark)
         assert finding.title.endswith("undetermined: too few steps were sampled; train longer")
-        assert finding.evidence == ("unexplained: 94.4 % of the time",)
+        assert finding.evidence == ("unexplained: 94.4 % of the time", "useful work at peak: 5.0 % of the time")
         assert "profile_steps" not in " ".join(finding.advice)
 
     @pytest.mark.parametrize(
@@ -556,7 +613,7 @@ class TestUndetermined:
         [
             ({"header": {"mode": "estimate"}}, "mode: smart"),
             ({"num_steps": 60}, "profile_steps: true"),
-            ({"num_profiles": 1, "other_s": 2.0}, "the loop's own code"),
+            ({"events": (PLAN.profile(START_S + 4),)}, "beside the training thread"),
         ],
         ids=["estimate mode", "long enough to have been sampled", "sampled"],
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from flopmeter.profiling.recorded import Activity, Cover, Range, segments
-from flopmeter.profiling.sampled import Kernel, Marks, SampledStep, reduce_cpu, reduce_cuda, why_not
+from flopmeter.profiling import profiler_guard
+from flopmeter.profiling.profiler_guard import SampledStep, why_not
+from flopmeter.profiling.recorded import PARTS, Activity, Cover, Kernel, Marks, Range, reduce_cpu, reduce_cuda, segments
+from flopmeter.traces import load_trace
 
 MS = 1_000_000
 """Ranges below are in milliseconds: readable, and exact once divided by 1e9."""
@@ -32,11 +36,12 @@ def marks(forward: tuple[int, int] = (10, 50), backward: tuple[int, int] = (60, 
         step=(0, step * MS),
         forward=[(forward[0] * MS, forward[1] * MS)],
         backward=[(backward[0] * MS, backward[1] * MS)],
+        graph_building=[],
     )
 
 
-def in_ms(seconds: dict[str, float]) -> dict[str, int]:
-    return {kind: round(value * 1000) for kind, value in seconds.items() if value}
+def in_ms(profile: dict[str, Any]) -> dict[str, int]:
+    return {kind: round(1000 * spent_s) for kind in PARTS if (spent_s := profile[f"{kind}_s"])}
 
 
 def test_each_moment_of_a_thread_belongs_to_the_innermost_operator() -> None:
@@ -45,9 +50,9 @@ def test_each_moment_of_a_thread_belongs_to_the_innermost_operator() -> None:
     assert profile is not None
     # linear's own 10-12 and 28-30 and addmm's 14: matrix work; t and relu: 2 + 10. Forward reaches to backward's start
     # at 60, backward to 100, and nothing ran in 30-35, 45-60 and 60-100.
-    assert in_ms(dict(profile.seconds)) == {"matmul": 18, "non_matmul": 12, "gap": 5 + 15 + 40}
-    assert profile.num_ops == 2
-    assert profile.top[0] == ("aten::addmm", 0.014, 1)
+    assert in_ms(profile) == {"matmul": 18, "non_matmul": 12, "gap": 5 + 15 + 40}
+    assert profile["num_ops"] == 2
+    assert profile["top"][0] == ["aten::addmm", 0.014, 1]
 
 
 def test_backward_on_its_own_thread_leaves_no_gap_on_the_waiting_one() -> None:
@@ -55,14 +60,14 @@ def test_backward_on_its_own_thread_leaves_no_gap_on_the_waiting_one() -> None:
     profile = reduce_cpu([at("aten::addmm", 10, 60), *nodes], marks())
     assert profile is not None
     # The node's own 62-65 and 95-98 is the engine at work, between operators.
-    assert in_ms(dict(profile.seconds)) == {"matmul": 50 + 30, "gap": 2 + 3 + 3 + 2}
+    assert in_ms(profile) == {"matmul": 50 + 30, "gap": 2 + 3 + 3 + 2}
 
 
 def test_two_threads_at_once_count_once_and_matrix_work_goes_first() -> None:
     ranges = [at("aten::mm", 10, 30), at("aten::relu", 20, 40, thread=2)]
     profile = reduce_cpu(ranges, marks(forward=(10, 40), backward=(40, 40)))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 20, "non_matmul": 10}
+    assert in_ms(profile) == {"matmul": 20, "non_matmul": 10}
 
 
 def test_operators_with_gradients_on_inside_a_node_are_recomputation_with_the_time_between_them() -> None:
@@ -75,7 +80,7 @@ def test_operators_with_gradients_on_inside_a_node_are_recomputation_with_the_ti
     profile = reduce_cpu(ranges, marks(forward=(10, 10), backward=(60, 100)))
     assert profile is not None
     # 62 to 80 in one piece; then 10 of gradient work; the rest of 60-100 is gap, as is 10-60, which ran nothing.
-    assert in_ms(dict(profile.seconds)) == {"recompute": 18, "non_matmul": 10, "gap": 2 + 5 + 5 + 50}
+    assert in_ms(profile) == {"recompute": 18, "non_matmul": 10, "gap": 2 + 5 + 5 + 50}
 
 
 def test_a_nested_backward_pass_inside_a_recomputing_node_is_backward() -> None:
@@ -87,7 +92,7 @@ def test_a_nested_backward_pass_inside_a_recomputing_node_is_backward() -> None:
     ]
     profile = reduce_cpu(ranges, marks(forward=(60, 60)))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"recompute": 10, "matmul": 18, "gap": 2 + 10}
+    assert in_ms(profile) == {"recompute": 10, "matmul": 18, "gap": 2 + 10}
 
 
 def test_gradients_of_gradients_are_not_taken_for_recomputation() -> None:
@@ -95,7 +100,7 @@ def test_gradients_of_gradients_are_not_taken_for_recomputation() -> None:
     both = marks(forward=(60, 60))
     profile = reduce_cpu(ranges, both._replace(graph_building=both.backward))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 40}
+    assert in_ms(profile) == {"matmul": 40}
 
 
 def test_the_optimizer_counts_as_a_whole_and_clipping_before_it_too() -> None:
@@ -108,7 +113,7 @@ def test_the_optimizer_counts_as_a_whole_and_clipping_before_it_too() -> None:
     ]
     profile = reduce_cpu(ranges, marks(backward=(60, 60)))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 50, "optimizer": 5 + 15 + 2}
+    assert in_ms(profile) == {"matmul": 50, "optimizer": 5 + 15 + 2}
 
 
 def test_what_the_data_loader_does_is_in_no_part() -> None:
@@ -119,22 +124,22 @@ def test_what_the_data_loader_does_is_in_no_part() -> None:
     ]
     profile = reduce_cpu(ranges, marks(backward=(60, 60)))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 50}
-    assert profile.num_ops == 1
+    assert in_ms(profile) == {"matmul": 50}
+    assert profile["num_ops"] == 1
 
 
 def test_communication_counts_where_no_operator_hides_it() -> None:
     ranges = [at("aten::mm", 60, 80), at("gloo:all_reduce", 70, 95, thread=-1)]
     profile = reduce_cpu(ranges, marks(forward=(60, 60)))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 20, "communication": 15, "gap": 5}
+    assert in_ms(profile) == {"matmul": 20, "communication": 15, "gap": 5}
 
 
 def test_the_own_time_of_a_compiled_graph_is_no_gap() -> None:
     ranges = [at("Torch-Compiled Region: 0/0", 10, 60), at("## Call CompiledFxGraph abc ##", 12, 58)]
     profile = reduce_cpu([*ranges, at("aten::mm", 20, 40)], marks(backward=(60, 60)))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 20, "non_matmul": 8 + 18, "gap": 2 + 2}
+    assert in_ms(profile) == {"matmul": 20, "non_matmul": 8 + 18, "gap": 2 + 2}
 
 
 def test_no_operator_means_no_data() -> None:
@@ -142,7 +147,7 @@ def test_no_operator_means_no_data() -> None:
 
 
 def test_micro_batches_leave_out_what_lies_between_them() -> None:
-    spans = Marks(step=(0, 100), forward=[(10, 20), (50, 60)], backward=[(25, 40), (60, 80)])
+    spans = Marks(step=(0, 100), forward=[(10, 20), (50, 60)], backward=[(25, 40), (60, 80)], graph_building=[])
     windows = spans.windows()
     assert (windows.starts, windows.ends) == ([10, 50], [40, 80])
 
@@ -172,8 +177,8 @@ def test_kernels_are_split_by_the_operator_that_launched_them_and_idle_time_is_a
     profile = reduce_cuda(cuda_ranges(), kernels, marks()._replace(launches=launches))
     assert profile is not None
     # From 14 to 125 the device was idle in 18-20, 44-45 and 55-115; the product hid two milliseconds of a copy.
-    assert in_ms(dict(profile.seconds)) == {"matmul": 20, "non_matmul": 10, "optimizer": 10, "copy": 8, "gap": 63}
-    assert (profile.device, profile.num_ops) == ("cuda", 5)
+    assert in_ms(profile) == {"matmul": 20, "non_matmul": 10, "optimizer": 10, "copy": 8, "gap": 63}
+    assert (profile["device"], profile["num_ops"]) == ("cuda", 5)
 
 
 def test_what_a_prefetcher_does_while_the_step_before_still_computes_is_no_part_of_this_one() -> None:
@@ -189,7 +194,7 @@ def test_what_a_prefetcher_does_while_the_step_before_still_computes_is_no_part_
     launches = dict.fromkeys(range(101, 106), 10 * MS)
     profile = reduce_cuda(cuda_ranges(), kernels, marks()._replace(launches=launches))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 30, "non_matmul": 5, "gap": 5}
+    assert in_ms(profile) == {"matmul": 30, "non_matmul": 5, "gap": 5}
 
 
 def test_only_exposed_communication_counts_on_a_device() -> None:
@@ -199,7 +204,7 @@ def test_only_exposed_communication_counts_on_a_device() -> None:
     ]
     profile = reduce_cuda(cuda_ranges(), kernels, marks()._replace(launches={101: 10 * MS, 105: 30 * MS}))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 20, "communication": 30}
+    assert in_ms(profile) == {"matmul": 20, "communication": 30}
 
 
 def test_kernels_of_the_step_before_are_not_this_ones() -> None:
@@ -207,14 +212,14 @@ def test_kernels_of_the_step_before_are_not_this_ones() -> None:
     launches = {99: -5 * MS, 101: 10 * MS}
     profile = reduce_cuda(cuda_ranges(), kernels, marks()._replace(launches=launches))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 20}
+    assert in_ms(profile) == {"matmul": 20}
 
 
 def test_a_kernel_that_nobody_is_known_to_have_launched_is_left_out() -> None:
     kernels = [kernel("mystery", 20, 40, 77, 0), kernel("ampere_sgemm", 50, 60, 101, 1)]
     profile = reduce_cuda(cuda_ranges(), kernels, marks()._replace(launches={101: 10 * MS}))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 10}
+    assert in_ms(profile) == {"matmul": 10}
 
 
 def test_idle_time_while_the_host_waits_for_data_is_no_launch_gap() -> None:
@@ -223,7 +228,7 @@ def test_idle_time_while_the_host_waits_for_data_is_no_launch_gap() -> None:
     launches = {101: 10 * MS, 102: 12 * MS}
     profile = reduce_cuda([*cuda_ranges(), waiting], kernels, marks()._replace(launches=launches))
     assert profile is not None
-    assert in_ms(dict(profile.seconds)) == {"matmul": 20, "non_matmul": 10, "gap": 10 + 5}
+    assert in_ms(profile) == {"matmul": 20, "non_matmul": 10, "gap": 10 + 5}
 
 
 def test_no_kernels_mean_no_data_never_an_idle_device() -> None:
@@ -258,10 +263,10 @@ class Net(nn.Module):
         return x
 
 
-def sampled(net: nn.Module, *, names_model: bool = True) -> SampledStep:
+def sampled(net: nn.Module, *, names_model: bool = True, keep_at: Path | None = None) -> SampledStep:
     optimizer = torch.optim.AdamW(net.parameters())
     batches = iter(DataLoader(torch.randn(1024, 256), batch_size=256))
-    step = SampledStep(net if names_model else None, "cpu")
+    step = SampledStep(net if names_model else None, "cpu", keep_at)
     for number in range(2):
         batch = next(batches)
         if number:
@@ -277,18 +282,47 @@ def sampled(net: nn.Module, *, names_model: bool = True) -> SampledStep:
 def test_a_real_step_is_split_into_parts_that_fit_into_it(names_model: bool) -> None:
     profile = sampled(Net(), names_model=names_model).profile
     assert profile is not None
-    assert all(profile.seconds[kind] > 0 for kind in ("matmul", "non_matmul", "optimizer", "gap"))
-    assert (profile.seconds["recompute"], profile.seconds["communication"]) == (0, 0)
-    calls = {name: number for name, _, number in profile.top}
+    assert all(profile[f"{kind}_s"] > 0 for kind in ("matmul", "non_matmul", "optimizer", "gap"))
+    assert (profile["recompute_s"], profile["communication_s"]) == (0, 0)
+    calls = {name: number for name, _, number in profile["top"]}
     assert calls["aten::addmm"] == 4  # one product forward in each layer
     assert calls["aten::mm"] == 7  # two gradients in each but the first, whose input needs none
+
+
+def test_a_kept_trace_is_a_kineto_file_that_our_reader_opens(tmp_path: Path) -> None:
+    step = sampled(Net(), keep_at=tmp_path / "trace.json")
+    assert step.profile is not None
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    calls = Counter(event["name"] for event in events if event.get("ph") == "X")
+    assert (calls["aten::addmm"], calls["aten::mm"]) == (4, 7)
+    fall = load_trace(tmp_path / "trace.json").as_run().waterfall()
+    assert fall.seconds("optimizer")
+    assert fall.wall_s > 0
+
+
+def test_a_trace_that_cannot_be_kept_costs_nothing_else(tmp_path: Path) -> None:
+    assert sampled(Net(), keep_at=tmp_path / "absent" / "trace.json").profile is not None
+
+
+def test_what_a_step_does_without_gradients_is_none_of_its_parts() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters())
+    step = SampledStep(net, "cpu")
+    step.start()
+    with torch.no_grad():
+        net(torch.randn(256, 256))
+    net(torch.randn(256, 256)).square().mean().backward()
+    optimizer.step()
+    step.stop()
+    assert step.profile is not None
+    assert {name: number for name, _, number in step.profile["top"]}["aten::addmm"] == 4
 
 
 def test_a_real_checkpointed_step_shows_its_recomputation() -> None:
     profile = sampled(Net(is_checkpointed=True)).profile
     assert profile is not None
-    assert profile.seconds["recompute"] > 0
-    assert {name: number for name, _, number in profile.top}["aten::addmm"] == 8
+    assert profile["recompute_s"] > 0
+    assert {name: number for name, _, number in profile["top"]}["aten::addmm"] == 8
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])
@@ -304,14 +338,14 @@ def test_a_compiled_model_is_sampled_without_compiling_it_again(is_in_place: boo
         net.compile(backend=backend)
     profile = sampled(net if is_in_place else torch.compile(net, backend=backend)).profile
     assert profile is not None
-    assert profile.seconds["matmul"] > 0
+    assert profile["matmul_s"] > 0
     assert len(graphs) == 1
 
 
 def test_the_fields_are_those_of_the_run_file() -> None:
     profile = reduce_cpu([at("aten::mm", 10, 60)], marks(backward=(60, 60)))
     assert profile is not None
-    assert profile.fields() == {
+    assert profile == {
         "device": "cpu", "matmul_s": 0.05, "recompute_s": 0.0, "non_matmul_s": 0.0, "optimizer_s": 0.0, "copy_s": 0.0,
         "communication_s": 0.0, "gap_s": 0.0, "num_ops": 1, "top": [["aten::mm", 0.05, 1]],
     }  # fmt: skip
@@ -333,17 +367,18 @@ def test_no_step_is_sampled_beside_another_profiler() -> None:
 
 
 def test_memory_is_given_back_with_garbage_collection_off() -> None:
-    net = Net()
+    net, unwatch = Net(), profiler_guard.watch()  # as a run does, which then searches for no session under way
     gc.disable()
     try:
         sampled(net)
         before_kb = _resident_kb()
-        for _ in range(60):
+        for _ in range(25):
             sampled(net)
-        # A session that kept its 400 events at 1.5 KB each would leave 0.6 MB: 36 MB in all.
-        assert _resident_kb() - before_kb < 12_000
+        # A session that kept its 400 events at 1.5 KB each would leave 0.6 MB: 15 MB in all.
+        assert _resident_kb() - before_kb < 9_000
     finally:
         gc.enable()
+        unwatch()
 
 
 def _resident_kb() -> int:

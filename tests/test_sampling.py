@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from flopmeter import load_run, watch
 from flopmeter.config import MonitorConfig
 from flopmeter.monitor.sampling import Sampling
-from flopmeter.profiling.sampled import SampledStep, why_not
+from flopmeter.profiling.profiler_guard import SampledStep, why_not
 from flopmeter.record import Run
 from flopmeter.timing.garbage import Collections, GarbageWatch
 from flopmeter.timing.regime import Regime, RegimeDetector
-from flopmeter.timing.sampling import FIRST_STEPS, NEVER, TYPICAL_STEPS, SamplingPlan, is_slower
+from flopmeter.timing.sampling import FIRST_STEPS, NEVER, REPEAT_STEPS, TYPICAL_STEPS, SamplingPlan, is_slower
 from interrupted import every_moment
 
 
@@ -51,6 +51,17 @@ def test_the_next_sample_waits_for_its_interval_and_the_budget() -> None:
     assert not plan.is_due(1020, run_s=59.0, spent_s=0.3)
     assert not plan.is_due(1021, run_s=61.0, spent_s=0.3)  # asked again only some steps later
     assert plan.is_due(1020 + TYPICAL_STEPS, run_s=61.0, spent_s=0.3)
+
+
+def test_a_disturbed_sample_is_taken_again_a_few_steps_later_and_not_for_ever() -> None:
+    plan = plan_after(FIRST_STEPS)
+    for num_steps in (20, 20 + REPEAT_STEPS):  # whatever has been spent
+        plan.note_sampled(num_steps, 0.3, 0.1, is_disturbed=True)
+        assert not plan.is_due(num_steps + REPEAT_STEPS - 1, run_s=1.0, spent_s=99.0)
+        assert plan.is_due(num_steps + REPEAT_STEPS, run_s=1.0, spent_s=99.0)
+    plan.note_sampled(20 + 2 * REPEAT_STEPS, 0.3, 0.1, is_disturbed=True)
+    assert not plan.is_due(1000, run_s=1e6, spent_s=0.0)
+    assert plan.is_due(1020 + 2 * REPEAT_STEPS, run_s=1e6, spent_s=0.0)
 
 
 def test_an_interval_of_zero_means_one_sample() -> None:
@@ -319,14 +330,16 @@ def test_only_collections_in_ordinary_steps_are_the_loops(tmp_path: Path) -> Non
 
 
 def steps(sampling: Sampling, mfu: float, num: int, first: int = 1) -> None:
+    """Ordinary ones of 0.1 s; five are an interval."""
     for number in range(first, first + num):
-        sampling.note_step(number - 1, {"perf/step_time": 0.1, "perf/mfu": mfu, "global_step": number})
+        sampling.note_steps([(number - 1, 0.1)])
+        if number % 5 == 0:
+            sampling.end_interval(number - 4, mfu)
 
 
 def test_a_fall_of_mfu_becomes_an_event_and_asks_for_a_profile() -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    config = MonitorConfig.load({"monitoring": {"detail_every": 5}})
-    sampling = Sampling(config, 1000, lambda name, **fields: events.append((name, fields)))
+    sampling = Sampling(MonitorConfig(), 1000, lambda name, **fields: events.append((name, fields)))
     steps(sampling, 0.4, 20)
     sampling.plan.note_sampled(20, 0.2, 0.0)
     assert sampling.plan.next_step == 20 + 10 * 1000
@@ -362,8 +375,8 @@ def train(folder: Path, num_steps: int, **settings: Any) -> Run:
         optimizer.step()
         optimizer.zero_grad()
         monitor.log_step(number)
-        assert monitor._worker is not None
-        monitor._worker.drain(5.0)  # so that the background has seen each step before the next one
+        assert monitor.run.worker is not None
+        monitor.run.worker.drain(5.0)  # so that the background has seen each step before the next one
     monitor.finish_training()
     return load_run(folder)
 
@@ -372,7 +385,8 @@ def events_of(run: Run, name: str) -> list[dict[str, Any]]:
     return [event for event in run.events if event["event"] == name]
 
 
-def test_a_watched_run_has_one_profile_marked_and_left_out(tmp_path: Path) -> None:
+def test_a_watched_run_has_one_profile_marked_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopmeter.monitor.sampling._waited_s", lambda: 7.0)  # no wait for a core in the meantime
     run = train(tmp_path, 30)
     (profile,) = events_of(run, "profile")
     # Three steps of warm-up, one observed, FIRST_STEPS ordinary ones and the one that was under way when the last of
@@ -381,12 +395,16 @@ def test_a_watched_run_has_one_profile_marked_and_left_out(tmp_path: Path) -> No
     assert run.marks[at] == ("profiled",)
     assert profile["after_step"] == at + 1
     assert profile["step_s"] == pytest.approx(run.column("perf/step_time")[at])
-    parts_s = sum(value for key, value in profile.items() if key.endswith("_s") and "step" not in key)
+    assert profile["waited_s"] == 0
+    outside = ("step_s", "typical_step_s", "waited_s")
+    parts_s = sum(value for key, value in profile.items() if key.endswith("_s") and key not in outside)
     assert 0 < parts_s <= profile["step_s"]
     calls = {name: number for name, _, number in profile["top"]}
     assert (calls["aten::addmm"], calls["aten::mm"]) == (2, 3)
     pauses = [event["name"] for event in events_of(run, "pause")]
-    assert pauses == ["flopmeter", "flopmeter"]  # reading the observed step, and the sampled one
+    measured = sum("observed" in marks or "profiled" in marks for marks in run.marks.values())
+    assert measured >= 2
+    assert pauses == ["flopmeter"] * measured  # reading the sampled step and the observed ones
 
 
 def test_the_facts_of_the_observed_step_are_in_the_run_file(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+from flopmeter.cli.doctor import touches
 from flopmeter.schema import METRICS, METRICS_BY_KEY, PHASES
 
 
@@ -20,3 +23,10 @@ def test_the_keys_that_the_mission_fixes_are_there() -> None:
 
 def test_every_phase_has_its_share() -> None:
     assert all(f"perf/{phase}_share" in METRICS_BY_KEY for phase in PHASES)
+
+
+def test_the_page_of_what_is_touched_is_the_table_that_doctor_shows() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "what_it_touches.md").read_text("utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    shown = [[field.replace("`", "") for field in row] for row in rows]
+    assert shown == [[field.replace("`", "") for field in touched.values()] for touched in touches()]

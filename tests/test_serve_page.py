@@ -14,9 +14,11 @@ import pytest
 from browser import open_browser, open_page, wait_until
 from flopmeter.compare import compare
 from flopmeter.record import RunWriter
-from flopmeter.report import _compare_words as words
-from flopmeter.report._compare_page import comparison_page
-from flopmeter.report._series import series_of
+from flopmeter.report import _compare as words
+from flopmeter.report._compare import comparison_document
+from flopmeter.report._model import timeline_of
+from flopmeter.text import percent
+from flopmeter.waterfall import LABELS
 from made_runs import HEADER, PEAK, STARTED_AT, make_run, noisy, run_lines, step_line, write_run
 from test_serve import serving
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytest.importorskip("starlette", reason="starlette is not installed")
-pytest.importorskip("plotly", reason="plotly is not installed")
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{7*7}}"
 PHONE = {"width": 390, "height": 800}
@@ -76,7 +77,10 @@ def is_as_wide_as_the_screen(page: Page) -> bool:
 
 
 def num_points(page: Page) -> int:
-    return int(page.evaluate("document.querySelector('[data-figure=timeline]')?.data?.[0].x.length ?? 0"))
+    """Of the drawn line of MFU: what moves the pen, to or along."""
+    return int(
+        page.evaluate("(document.querySelector('#chart .mean')?.getAttribute('d') ?? '').split(/[ML]/).length - 1")
+    )
 
 
 def test_the_page_grows_while_the_run_is_written(browser: Browser, tmp_path: Path) -> None:
@@ -88,15 +92,21 @@ def test_the_page_grows_while_the_run_is_written(browser: Browser, tmp_path: Pat
         settle(page, next(iter(addresses(page, address.rstrip("/")).values())))
         assert num_points(page) == 30
         assert page.inner_text("#pulse") == "Live"
-        assert page.inner_text("[data-value=mfu]").startswith("40.0")
-        page.evaluate("Plotly.relayout(document.querySelector('[data-figure=timeline]'), {'xaxis.range': [5, 25]})")
+        assert page.inner_text("#mfu").startswith("40.0")
+        page.click("text=Zoom in")
+        zoomed = page.evaluate("window.flopmeterPage.inView()")
+        page.focus("#waterfall summary")
         for number in range(31, 61):
             writer.write(step_line(number, 0.05, STARTED_AT + number))
         writer.flush()
-        wait_until(page, "document.querySelector('[data-figure=timeline]').data[0].x.length === 60")
+        wait_until(page, "document.querySelector('.meta').textContent.includes('60 steps')")
         # 30 steps of 0.1 s and 30 of 0.05 s: 60 x 4e10 FLOP in 4.5 s of a peak of 1e12 FLOP/s are 53.3 %.
-        assert page.inner_text("[data-value=mfu]").startswith("53.3")
-        assert page.evaluate("document.querySelector('[data-figure=timeline]').layout.xaxis.range") == [5, 25]
+        assert page.inner_text("#mfu").startswith("53.3")
+        assert page.evaluate("window.flopmeterPage.inView()") == zoomed
+        assert page.evaluate("document.activeElement.tagName") == "SUMMARY"
+        page.click("text=All steps")
+        assert page.evaluate("window.flopmeterPage.inView()") == [1, 60]
+        assert num_points(page) == 60
         writer.write({"kind": "summary", "time": STARTED_AT + 61, "metrics": {}})
         writer.close()
         wait_until(page, "document.getElementById('pulse').textContent === 'Finished'")
@@ -108,9 +118,12 @@ def test_the_list_grows_and_keeps_what_was_chosen(browser: Browser, tmp_path: Pa
         settle(page, address)
         assert page.is_disabled("#compare")
         page.check("input[name=run]")
+        page.focus(".title a")
         make_run(tmp_path / "second", [0.08] * 30, started_at=STARTED_AT + 9)
         wait_until(page, "document.querySelectorAll('.title a').length === 2")
         assert page.eval_on_selector_all("input:checked", "boxes => boxes.length") == 1
+        assert page.inner_text("#theme") == "Dark theme"
+        assert page.evaluate("document.activeElement.textContent") == "first"
         page.check("[aria-label='Compare second']")
         page.click("#compare")
         page.wait_for_selector("html[data-drawn=yes]")
@@ -131,6 +144,28 @@ def test_no_page_scrolls_sideways_on_a_phone(browser: Browser, server: str) -> N
             assert is_as_wide_as_the_screen(page), address
 
 
+def test_the_list_is_sorted_and_filtered_and_stays_so(browser: Browser, tmp_path: Path) -> None:
+    for name, step_s in (("slow", 0.2), ("quick", 0.05), ("middling", 0.1)):
+        make_run(tmp_path / name, [step_s] * 30)
+    with serving(tmp_path) as (address, _), open_page(browser) as page:
+        settle(page, address)
+
+        def order() -> list[str]:
+            return [link.inner_text() for link in page.locator(".title a:visible").all()]
+
+        page.click("[data-sort='2']")  # MFU, the highest first: it falls with the time that the same work takes
+        assert order() == ["quick", "middling", "slow"]
+        assert page.get_attribute("th:has([data-sort='2'])", "aria-sort") == "descending"
+        page.click("[data-sort='2']")
+        assert order() == ["slow", "middling", "quick"]
+        page.fill("#filter", "q")
+        assert order() == ["quick"]
+        page.fill("#filter", "")
+        make_run(tmp_path / "quickest", [0.04] * 30)
+        wait_until(page, "document.querySelectorAll('.title a').length === 4")
+        assert order() == ["slow", "middling", "quick", "quickest"]
+
+
 def brightness(page: Page, selector: str, quality: str) -> float:
     colour = page.eval_on_selector(selector, f"element => getComputedStyle(element).{quality}")
     red, green, blue = (int(value) for value in re.findall(r"\d+", colour)[:3])
@@ -146,7 +181,7 @@ def test_the_pages_follow_the_theme(browser: Browser, server: str, scheme: str) 
             settle(page, address)
             assert (brightness(page, "body", "backgroundColor") < 0.3) is is_dark
             assert (brightness(page, "h1", "color") > 0.7) is is_dark
-        assert (brightness(page, "[data-figure=timeline] .xtick text", "fill") > 0.5) is is_dark
+        assert (brightness(page, "#chart text.name", "fill") > 0.5) is is_dark
         page.click("#theme")
         assert (brightness(page, "body", "backgroundColor") < 0.3) is not is_dark
 
@@ -197,8 +232,8 @@ def test_another_site_can_read_nothing(browser: Browser, server: str) -> None:
             "url => new Promise(done => { const s = document.createElement('script'); s.onload = () => done('loaded');"
         )
         load += " s.onerror = () => done('refused'); s.src = url; document.head.append(s); })"
-        assert page.evaluate(read, f"{server}/runs") == "refused"
-        assert page.evaluate(load, f"{server}/assets/page.js") == "refused"
+        assert page.evaluate(read, f"{server}/news") == "refused"
+        assert page.evaluate(load, f"{server}/news") == "refused"
         page.close()
         other.shutdown()
 
@@ -220,17 +255,34 @@ def test_the_page_of_a_comparison_works_offline_and_says_what_the_comparison_say
 ) -> None:
     runs = [make_run(tmp_path / "a", noisy(0.1, 100, 1), 0.2), make_run(tmp_path / "b", noisy(0.08, 100, 2), 0.0)]
     comparison = compare(runs)
-    (tmp_path / "page.html").write_text(comparison_page(comparison, [series_of(run) for run in runs]), encoding="utf-8")
+    document = comparison_document(comparison, [timeline_of(run) for run in runs])
+    (tmp_path / "page.html").write_text(document, encoding="utf-8")
     with open_page(browser, offline=True, viewport=PHONE, color_scheme="dark") as page:
         settle(page, f"file://{tmp_path}/page.html")
         assert is_as_wide_as_the_screen(page)
-        shown = page.eval_on_selector_all(
-            "[data-live=figures-table] tbody tr",
-            "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.replaceAll('\\u00a0', ' ')))",
-        )
-        for row, cells in zip(comparison.rows, shown, strict=True):
-            assert cells[:2] == [row.quantity.label, words.value_text(row.quantity, row.values[0])]
-            assert cells[2] == words.value_text(row.quantity, row.values[1])
-        drawn = page.evaluate("document.querySelector('[data-figure=parts]').data.map(bar => bar.x)")
-        expected = [[shares[place] * 100 for shares in comparison.parts.values() if any(shares)] for place in (0, 1)]
-        assert drawn == [pytest.approx(values) for values in expected]
+        page.evaluate("for (const more of document.querySelectorAll('details')) more.open = true")
+        shown = {
+            cells[0]: cells[1:]
+            for cells in page.eval_on_selector_all(
+                "table.compare tbody tr",
+                "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.replaceAll('\\u00a0', ' ')))",
+            )
+        }
+        for row in comparison.rows:
+            before, after = shown[row.quantity.label]
+            assert before == words.value_text(row.quantity, row.values[0])
+            assert after.startswith(words.value_text(row.quantity, row.values[1]))
+        bars = [
+            [bar.get_attribute("title") for bar in stack.locator("> span").all()]
+            for stack in page.locator(".stack").all()
+        ]
+        told = [[text.replace("\xa0", " ") for text in bar] for bar in bars]
+        expected = [
+            [
+                f"{LABELS[name]} {percent(shares[place])}"
+                for name, shares in comparison.parts.items()
+                if (shares[place] or 0) >= 0.0005
+            ]
+            for place in (0, 1)
+        ]
+        assert told == expected

@@ -17,7 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.schema import PHASES
-from flopmeter.timing.sharded import SAMPLE_EVERY, ShardedWaits
+from flopmeter.timing.events import FIRST_STEPS
+from flopmeter.timing.sharded import ShardedWaits
 from simulated_device import MS, US, SimulatedDevice, SimulatedEvents, Stream, timeline_on
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
@@ -57,7 +58,8 @@ class Loop:
     def step(self, number: int, num_layers: int = 3) -> None:
         main = self.device.stream
         for self.phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
-            self.timeline.mark(name)
+            if self.device_time.is_marking:
+                self.timeline.mark(name)
             for _ in range(num_layers):
                 self.gathering.free_at_s = main.free_at_s + 1 * MS  # that much is left of it
                 FSDPParamGroup.wait_for_unshard(FakeGroup(self.device, self.gathering))
@@ -70,9 +72,9 @@ class Loop:
 
 def test_waits_are_taken_out_of_their_phases_on_sampled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch)
-    for number in range(2 * SAMPLE_EVERY + 3):
+    for number in range(50):
         loop.step(number)
-    assert len(loop.told) == 3  # steps 1, 17 and 33
+    assert len(loop.told) == 3  # steps 13, 34 and 47, by the hash of their numbers
     for phase_s in loop.told:
         # Three layers: 1 ms of computing and 0.5 of copying each; 1 ms of waiting each, and 4 at the end.
         assert phase_s["forward"] == pytest.approx(4.5 * MS, abs=20 * US)
@@ -82,18 +84,18 @@ def test_waits_are_taken_out_of_their_phases_on_sampled_steps(monkeypatch: pytes
 
 def test_a_step_with_more_waits_than_events_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch, num_events=12)  # six waits; the step has seven
-    for number in range(SAMPLE_EVERY):
+    for number in range(FIRST_STEPS):
         loop.step(number)
     assert loop.told == []
 
 
 def test_nothing_is_recorded_on_other_steps_and_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch)
-    loop.waits.end_step(0)
+    loop.waits.end_step(0, begins=True)
     loop.device.is_capturing = True  # the simulated device raises what no `except Exception` catches
     FSDPParamGroup.wait_for_unshard(FakeGroup(loop.device, loop.gathering))
     loop.device.is_capturing = False
-    loop.waits.end_step(1)
+    loop.waits.end_step(1, begins=False)
     assert loop.waits.take(1) is None
     FSDPParamGroup.wait_for_unshard(FakeGroup(loop.device, loop.gathering))
     assert loop.device.num_records == 0
@@ -102,11 +104,11 @@ def test_nothing_is_recorded_on_other_steps_and_during_a_capture(monkeypatch: py
 def test_with_one_connection_no_event_stands_beside_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     loop = Loop(monkeypatch)
-    for number in range(1, SAMPLE_EVERY + 2):
+    for number in range(1, FIRST_STEPS + 1):
         loop.step(number)
     assert loop.told == []  # how long the device waited in a phase is unknown
     # Of each step: the start of forward and of backward, and its end.
-    assert loop.device.num_records == 3 * (SAMPLE_EVERY + 1)
+    assert loop.device.num_records == 3 * FIRST_STEPS
 
 
 def test_a_failing_event_switches_it_off_and_the_pass_goes_on(
@@ -114,11 +116,11 @@ def test_a_failing_event_switches_it_off_and_the_pass_goes_on(
 ) -> None:
     loop = Loop(monkeypatch)
     monkeypatch.setattr(SimulatedEvents, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
-    loop.waits.end_step(0)
+    loop.waits.end_step(0, begins=True)
     for _ in range(2):
         FSDPParamGroup.wait_for_unshard(FakeGroup(loop.device, loop.gathering))
     assert loop.device.stream.free_at_s > 0  # the copy ran
-    loop.waits.end_step(SAMPLE_EVERY)
+    loop.waits.end_step(1, begins=False)
     assert [record.message for record in caplog.records] == [
         "waits of FSDP2 are not measured from here on: RuntimeError: device lost"
     ]
@@ -141,9 +143,9 @@ def test_torch_calls_both_places_and_gets_them_back() -> None:
     waits = ShardedWaits(SimulatedEvents(device), lambda: BACKWARD)
     waits._unsharding = _noting(waits._unsharding, calls)  # type: ignore[method-assign]
     waits.attach()
-    waits.end_step(0)
+    waits.end_step(0, begins=True)
     model(torch.ones(2, 4)).sum().backward()
-    waits.end_step(1)
+    waits.end_step(1, begins=False)
     device.stream.synchronize()
     # Three layers and a root that owns nothing, forward and backward; a CPU has no event for the gathered weights.
     assert len(calls) >= 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import inspect
 import json
 import logging
 import math
@@ -21,7 +20,6 @@ from typing import Any
 import pytest
 
 from flopmeter.config import MonitorConfig
-from flopmeter.config.sections import Wandb
 from flopmeter.errors import MissingLibraryError
 from flopmeter.schema import METRICS
 from flopmeter.sinks import Sink, SinkContext, open_sink
@@ -85,7 +83,7 @@ def column(rows: list[dict[str, float]], key: str) -> list[float]:
 
 
 def test_every_key_of_the_schema_and_no_other_comes_back_charted_over_the_step(wandb: Any, tmp_path: Path) -> None:
-    sink = sink_of(mode="offline")
+    sink = sink_of(mode="offline", metrics="all")
     first = {key: index + 0.25 for index, key in enumerate(KEYS)} | {"global_step": 7}
     sink.log(7, first)
     sink.log(8, {"training/loss": 1.5})
@@ -132,9 +130,26 @@ def test_the_settings_and_the_header_reach_the_run(wandb: Any, tmp_path: Path) -
     assert updates["flopmeter"] == {**HEADER, "rank": 0}
 
 
-def test_every_setting_that_is_passed_on_is_one_that_wandb_knows(wandb: Any) -> None:
-    own = {"enabled", "run_name", "log_dataset_metrics", "reduced_logging"}
-    assert set(Wandb.model_fields) - own <= set(inspect.signature(wandb.init).parameters)
+def test_reduced_logging_sends_half_of_the_basics_and_details_every_hundred_steps(
+    wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, float]] = []
+    for is_reduced in (False, True):
+        sink = sink_of(mode="offline", reduced_logging=is_reduced)
+        monkeypatch.setattr(type(wandb.run), "log", lambda run, row, **_: sent.append(row))
+        sent.clear()
+        for step in range(1, 401):
+            details = {"perf/mfu": 0.4, "training/grad_norm": 1.0} if step % 50 == 0 else {}
+            sink.log(step, {"global_step": step, "training/loss": 2.0, **details})
+            if step % 50 == 0:
+                sink.log(step, {"dataset/code/loss": 1.0})
+        sink.log(400, {"my/own": 3.0})
+        basics, details, datasets = (
+            sum(key in row for row in sent) for key in ("training/loss", "perf/mfu", "dataset/code/loss")
+        )
+        assert (basics, details, datasets) == ((200, 4, 4) if is_reduced else (400, 8, 8))
+        assert sum("my/own" in row for row in sent) == 1
+        sink.close()
 
 
 def test_the_environment_says_the_mode_and_the_time_limits(wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flopmeter.flops.observe import observe
-from flopmeter.step_facts import MAX_LOOKS, facts_of, odd_sizes, uses_tf32
+from flopmeter.step_facts import MAX_LOOKS, facts_of, odd_sizes
 
 LENGTH, WIDTH, HEADS = 12, 32, 4
 
@@ -115,22 +115,6 @@ def test_large_odd_sizes_are_listed_and_small_ones_are_not() -> None:
         {"module": "0", "dimension": "out_features", "size": 1003},
         {"module": "1", "dimension": "in_features", "size": 1003},
     ]
-
-
-def test_tf32_is_a_question_for_cuda_only() -> None:
-    assert uses_tf32("cpu") is None
-    assert uses_tf32("cuda") in (True, False)
-
-
-def test_tf32_is_read_whichever_way_it_was_set() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        assert uses_tf32("cuda") is True
-        torch.set_float32_matmul_precision("highest")
-        assert uses_tf32("cuda") is False
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def test_the_rest_of_the_facts_is_there() -> None:

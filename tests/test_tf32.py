@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from flopmeter.flops.count import count_flops
 from flopmeter.flops.estimate import read_leaves
 from flopmeter.flops.observe import observe
 from flopmeter.flops.profiled import ProfiledStep
-from flopmeter.flops.side_count import count_flops
 from flopmeter.flops.tf32 import tf32_families
 
 GPU = torch.device("cuda", 0)

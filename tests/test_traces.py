@@ -25,6 +25,27 @@ def only(trace: MadeTrace, folder: Path, peak_flop_per_s: float | None = None) -
     return load_trace(trace.write(folder), peak_flop_per_s=peak_flop_per_s).ranks[0]
 
 
+@pytest.mark.parametrize(
+    ("category", "name", "args"),
+    [
+        ("mtia_ccp_events", "fc_forward", {}),
+        ("hpu_op", "gemm", {}),
+        ("cuda_runtime", "cudaLaunchKernel", {"correlation": 1}),  # CUPTI was taken: calls and no kernel
+        ("privateuse1_runtime", "npuLaunchKernel", {"correlation": 1}),
+    ],
+)
+def test_an_accelerator_without_readable_kernels_is_not_taken_for_a_cpu(
+    tmp_path: Path, category: str, name: str, args: dict[str, int]
+) -> None:
+    made = MadeTrace(device=None)
+    made.step(0, 0, 1000)
+    made.op("aten::mm", 100, 50, dims=[[8, 8], [8, 8]])
+    assert only(made, tmp_path).is_cpu
+    made.add(category, name, 120, 5, **args)
+    with pytest.raises(TraceError, match=name if args else category):
+        only(made, tmp_path)
+
+
 # What the device did at each instant.
 
 
@@ -371,7 +392,7 @@ def test_files_that_are_not_one_job_are_refused(tmp_path: Path) -> None:
 
 def test_load_any_tells_runs_from_traces(tmp_path: Path) -> None:
     run_file = tmp_path / "run.jsonl"
-    lines = [{"kind": "header", "schema": 1}, {"kind": "step", "step": 1, "time": 1.0, "metrics": {}}]
+    lines = [{"kind": "header", "schema": 2}, {"kind": "step", "step": 1, "time": 1.0, "metrics": {}}]
     run_file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     assert list(load_any(tmp_path).step) == [1]
     assert list(load_any(run_file).step) == [1]

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import save as checkpoint_save
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, dataloader
@@ -28,8 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from flopmeter import ConfigError, TrainingMonitor, load_run, watch
 from flopmeter.flops.observe import observe
 from flopmeter.flops.workload import Needs, WorkloadReader, resolve
-from flopmeter.monitor.tracker import IN_STEP
-from flopmeter.report._facts import facts_of
+from flopmeter.monitor.recorder import IN_STEP
+from flopmeter.report import report_of
 
 CONFIG = {"monitoring": {"peak_flop_per_s": 1e12, "sinks": []}}
 WIDTH, BATCH = 8, 4
@@ -111,20 +114,26 @@ def test_log_step_adds_the_loops_numbers_to_the_step_before_it(tmp_path: Path) -
     assert list(run.column("accuracy")) == [0.5] * 4
 
 
-def test_evaluation_is_a_pause_and_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_training", "name"), [(False, "eval"), (True, "no_grad")])
+def test_passes_without_gradients_between_the_steps_are_a_pause_and_no_step(
+    tmp_path: Path, is_training: bool, name: str
+) -> None:
+    """An evaluation by the model's mode; else they may be rollouts."""
     model, loader = make_model(), make_loader(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, loader, output_dir=tmp_path, config=CONFIG)
     train(model, optimizer, loader)
+    model.train(is_training)
     with torch.no_grad():
         for _ in range(3):
             model(torch.ones(BATCH, WIDTH))
+    model.train()
     train(model, optimizer, loader)
     monitor.finish_training()
     run = load_run(tmp_path)
     assert len(run) == 12
     pauses = [event["name"] for event in run.events if event["event"] == "pause"]
-    assert [name for name in pauses if name != "flopmeter"] == ["eval"]  # the others: reading what was measured
+    assert [pause for pause in pauses if pause != "flopmeter"] == [name]  # the others: reading what was measured
 
 
 def test_passes_without_gradients_in_every_step_are_no_pauses_and_their_flop_is_not_counted(tmp_path: Path) -> None:
@@ -142,7 +151,7 @@ def test_passes_without_gradients_in_every_step_are_no_pauses_and_their_flop_is_
         optimizer.step()
     monitor.finish_training()
     run = load_run(tmp_path)
-    pauses = [event["after_step"] for event in run.events if event["event"] == "pause" and event["name"] == "eval"]
+    pauses = [event["after_step"] for event in run.events if event["event"] == "pause" and event["name"] == "no_grad"]
     assert all(step < 3 for step in pauses)
     assert [event["message"] for event in run.events if event["event"] == "warning"] == [IN_STEP]
     # Two layers forward, both weights and one input backward: that of the one pass with gradients.
@@ -174,7 +183,7 @@ for _ in range(3):
         logging.basicConfig()
 """
     answer = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    message = "run holds a run that has ended; this one is added to it"
+    message = "run/run.jsonl was a run that has ended: it is now"
     lines = [line.partition(message)[0] for line in answer.stderr.splitlines() if message in line]
     assert lines == ([] if signature is None else [signature] * 2)
 
@@ -315,7 +324,7 @@ def test_nothing_is_read_from_the_device(tmp_path: Path) -> None:
         optimizer.step()
         monitor.update_dataset_metrics(["web", "code"], loss, torch.zeros(2, 5, 9, device="meta"), labels=ids)
         monitor.log_step(step, 0, loss, loss.detach(), 0.1, attention_mask=torch.ones_like(ids))
-    assert monitor._num_failures == 0
+    assert monitor.run.num_failures == 0
     monitor.finish_training()
 
 
@@ -358,8 +367,8 @@ def test_the_report_of_a_short_run_knows_its_datasets(tmp_path: Path) -> None:
     with TrainingMonitor(tmp_path, CONFIG) as monitor:
         monitor.update_dataset_metrics(["web"], torch.tensor([4.0]))
         monitor.log_step(1, 0, 1.0, None, None)  # of the 50 after which datasets are told
-    (row,) = facts_of(load_run(tmp_path))["datasets"]
-    assert (row["name"], row["loss"], row["samples"]) == ("web", 4.0, 1.0)
+    (row,) = report_of(load_run(tmp_path)).datasets
+    assert (row.name, row.loss, row.samples) == ("web", 4.0, 1.0)
 
 
 def test_a_run_starts_with_its_first_step_and_its_header_names_the_peak(tmp_path: Path) -> None:
@@ -380,12 +389,12 @@ def test_a_run_starts_with_its_first_step_and_its_header_names_the_peak(tmp_path
 
 def test_what_happens_before_the_first_batch_is_starting_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead_ns = 0
-    for module in ("flopmeter.monitor.tracker", "flopmeter.timing"):
+    for module in ("flopmeter.monitor.recorder", "flopmeter.timing"):
         monkeypatch.setattr(f"{module}.perf_counter_ns", lambda: time.perf_counter_ns() + ahead_ns)
     model, loader = make_model(), make_loader(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = watch(model, optimizer, loader, output_dir=tmp_path, config=CONFIG)
-    monitor._clock._now_ns = lambda: time.perf_counter_ns() + ahead_ns  # type: ignore[method-assign]
+    monitor.recorder.clock._now_ns = lambda: time.perf_counter_ns() + ahead_ns  # type: ignore[method-assign]
     ahead_ns = 3600 * 10**9  # an hour of tokenising
     train(model, optimizer, loader)
     monitor.finish_training()
@@ -635,7 +644,7 @@ def test_an_evaluation_that_begins_with_a_measured_step_is_not_measured(tmp_path
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
             if number == 3:  # the next one is to be observed
-                assert monitor._effort.is_measuring
+                assert monitor.run.effort.is_measuring
                 with monitor.pause("eval") if how == "said" else nullcontext(), torch.no_grad():
                     for _ in range(2):
                         model(torch.ones(2, 8))
@@ -658,3 +667,72 @@ def test_a_loop_that_calls_its_model_without_gradients_in_every_step_is_measured
     run = load_run(tmp_path)
     assert [event["event"] for event in run.events].count("count") == 1
     assert run.column("perf/model_flop")[-1] == 2 * 2 * (2 * 8 * 8)  # forward, and the gradient of the weights
+
+
+class Slow:
+    """Takes a twentieth of a second to be saved."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(0.05)
+        return int, (1,)
+
+
+def test_a_checkpoint_between_steps_is_a_pause_whether_it_is_said_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flopmeter.monitor.recorder.MIN_SAVE_NS", 40_000_000)  # a busy machine saves one number slowly
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    original = torch.save
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG) as monitor:
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+        for number in range(1, 11):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if number == 6:
+                torch.save({"model": model.state_dict(), "slow": Slow()}, tmp_path / "last.pt")
+            if number == 7:
+                torch.save(1, tmp_path / "small.pt")
+            if number == 8:
+                with monitor.pause("checkpoint"):
+                    torch.save(Slow(), tmp_path / "last.pt")
+        assert torch.load(tmp_path / "small.pt") == 1
+    assert torch.save is original is torch.serialization.save
+    run = load_run(tmp_path)
+    saves = [event for event in run.named("pause") if event["name"] == "checkpoint"]
+    assert [event["after_step"] for event in saves] == [6, 8]
+    for place, event in zip((6, 8), saves, strict=True):
+        assert event["duration_s"] >= 0.05
+        wall_s = run.time[place] - run.time[place - 1]
+        assert run.column("perf/step_time")[place] == pytest.approx(wall_s - event["duration_s"], abs=0.04)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_by_a_name_that_was_imported_before_is_one_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flopmeter.monitor.recorder.MIN_SAVE_NS", 0)
+    model, saves = nn.Linear(4, 4), (torch.save, save_file, checkpoint_save)  # as `from ... import` takes them
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, output_dir=tmp_path / "run", config=CONFIG):
+        for number, save in enumerate((None, None, *saves)):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if save is checkpoint_save:
+                checkpoint_save(model.state_dict(), checkpoint_id=tmp_path / "folder", no_dist=True)
+            elif save is not None:
+                save(model.state_dict(), tmp_path / f"{number}.pt")
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    pauses = [event for event in load_run(tmp_path / "run").named("pause") if event["name"] == "checkpoint"]
+    assert [event["after_step"] for event in pauses] == [3, 4, 5]
+
+
+def test_a_save_that_fails_raises_as_it_does_by_itself(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, output_dir=tmp_path, config=CONFIG), pytest.raises(RuntimeError) as watched:
+        torch.save(1, tmp_path / "no" / "folder.pt")
+    with pytest.raises(RuntimeError) as alone:
+        torch.save(1, tmp_path / "no" / "folder.pt")
+    assert str(watched.value) == str(alone.value)

@@ -16,10 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = (
-    "transformers", "lightning", "accelerate", "peft", "trl", "ray", "wandb", "tensorboard", "prometheus_client",
-    "psutil", "plotly", "starlette",
+    "transformers", "lightning", "accelerate", "torchtitan", "peft", "trl", "ray", "wandb", "tensorboard",
+    "prometheus_client", "psutil", "starlette",
 )  # fmt: skip
-FRAMEWORKS = ("transformers", "lightning", "accelerate", "ray")
+FRAMEWORKS = ("transformers", "lightning", "accelerate", "torchtitan", "ray")
 SINKS = {"wandb": "wandb", "tensorboard": "tensorboard", "prometheus_client": "prometheus"}
 
 PROGRAM = """

@@ -23,12 +23,13 @@ from flopmeter.record import RunWriter, load_run
 from flopmeter.sinks import SinkContext
 from interrupted import every_moment
 
-HEADER = {"kind": "header", "schema": 1}
+HEADER = {"kind": "header", "schema": 2}
 
 
 def digest(item: Any) -> Delivery:
-    line = {"kind": "step", "step": item, "metrics": {"x": float(item)}}
-    return Delivery(line, item, line["metrics"], line["metrics"] if item % 2 == 0 else None)
+    line: dict[str, Any] = {"kind": "step", "step": int(item), "metrics": {"x": float(item)}}
+    metrics: dict[str, float] = line["metrics"]
+    return Delivery(line, item, lambda: metrics, (lambda: metrics) if item % 2 == 0 else None)
 
 
 def test_steps_that_hold_copies_are_handed_back_and_no_others(tmp_path: Path) -> None:
@@ -39,10 +40,12 @@ def test_steps_that_hold_copies_are_handed_back_and_no_others(tmp_path: Path) ->
         has_copies = True
 
     context = SinkContext(config=MonitorConfig(), output_dir=tmp_path)
-    worker = Worker(RunWriter(tmp_path / "run.jsonl"), (), context, digest, HEADER, flush_every=200, flush_s=5.0)
+    worker = Worker(
+        RunWriter(tmp_path / "run.jsonl"), (), context, digest, HEADER, deque(), flush_every=200, flush_s=5.0
+    )
     worker.used = deque()
     for item in (Item(1), Lent(2), Item(3), Lent(4)):
-        worker.put(item)
+        worker.queue.append(item)
     worker.close()
     assert [item for items in worker.used for item in items] == [2, 4]
 
@@ -85,7 +88,14 @@ def extra_sinks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, type], None]:
 def make(tmp_path: Path, *names: str, flush_every: int = 200) -> Worker:
     context = SinkContext(config=MonitorConfig(), output_dir=tmp_path)
     return Worker(
-        RunWriter(tmp_path / "run.jsonl"), names, context, digest, HEADER, flush_every=flush_every, flush_s=60.0
+        RunWriter(tmp_path / "run.jsonl"),
+        names,
+        context,
+        digest,
+        HEADER,
+        deque(),
+        flush_every=flush_every,
+        flush_s=60.0,
     )
 
 
@@ -95,7 +105,7 @@ def test_what_is_handed_over_reaches_the_disk_and_the_sinks(
     extra_sinks("recorder", Recorder)
     worker = make(tmp_path, "recorder")
     for item in (1, 2, 3, 4):
-        worker.put(item)
+        worker.queue.append(item)
     worker.close([{"kind": "summary"}])
     run = load_run(tmp_path)
     assert list(run.step) == [1, 2, 3, 4]
@@ -107,7 +117,7 @@ def test_what_is_handed_over_reaches_the_disk_and_the_sinks(
 def test_draining_puts_all_of_it_on_disk_now(tmp_path: Path) -> None:
     worker = make(tmp_path)
     for item in range(50):
-        worker.put(item)
+        worker.queue.append(item)
     assert worker.drain(5.0)
     assert len(load_run(tmp_path)) == 50
     worker.close()
@@ -132,7 +142,7 @@ def test_a_sink_that_raises_is_switched_off_and_the_others_go_on(
     with caplog.at_level(logging.WARNING):
         worker = make(tmp_path, "bad", "recorder")
         for item in range(20):
-            worker.put(item)
+            worker.queue.append(item)
         worker.close()
     good = next(sink for sink in opened if type(sink) is Recorder)
     assert len(good.logs) == 10
@@ -155,7 +165,7 @@ def test_a_sink_that_hangs_holds_up_nobody_and_is_left_behind(
         worker = make(tmp_path, "hanging", "recorder")
         start_s = time.monotonic()
         for item in range(20):
-            worker.put(item)
+            worker.queue.append(item)
         assert worker.drain(5.0)
         worker.close()
     assert time.monotonic() - start_s < 30  # not the 60 s that the sink hangs for
@@ -179,7 +189,7 @@ def test_a_sink_that_is_too_slow_loses_logs_and_they_are_counted(
     extra_sinks("slow", Slow)
     worker = make(tmp_path, "slow")
     for item in range(100):
-        worker.put(item)
+        worker.queue.append(item)
     assert worker.drain(5.0)
     # 50 logs: one in the sink's hands, five in its queue, and one more that may have been taken meanwhile.
     assert worker._sinks[0].num_dropped in (43, 44, 45)
@@ -214,9 +224,10 @@ def test_the_queue_of_the_training_thread_is_bounded(tmp_path: Path, monkeypatch
     worker._is_closing = True  # the thread ends: nobody empties the queue
     worker._wake.set()
     worker._thread.join()
-    for item in range(100):
-        worker.put(item)
+    worker.queue.extend(range(100))
+    worker.catch_up()
     assert worker.num_dropped == 90
+    assert list(worker.queue) == list(range(10))
 
 
 def has_written(tmp_path: Path, num_steps: int) -> bool:
@@ -228,32 +239,25 @@ def has_written(tmp_path: Path, num_steps: int) -> bool:
     return True
 
 
-def test_it_works_when_somebody_says_that_it_suits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_works_at_once_where_as_many_steps_wait_as_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_module, "WAKE_S", 3600.0)
-    monkeypatch.setattr(worker_module, "LATEST_WAKE_S", 3600.0)
     worker = make(tmp_path, flush_every=10)
-    for item in range(10):
-        worker.put(item)
     assert worker.drain(5.0)
-    for item in range(10):
-        worker.put(item)
-    end_s = time.monotonic() + 30
-    while worker.due_ns < time.perf_counter_ns() and time.monotonic() < end_s:  # it has done its first round
-        time.sleep(0.01)
-    assert worker.due_ns > time.perf_counter_ns()  # ten steps may be lost: it is in no hurry
-    worker.put(10)
-    assert worker.due_ns < time.perf_counter_ns()
-    worker.wake()
-    assert has_written(tmp_path, 20)  # ten at a time
+    worker.queue.extend(range(9))
+    worker.catch_up()
+    assert not worker._wake.is_set()  # ten steps may be lost: it is in no hurry
+    worker.queue.append(9)
+    worker.catch_up()
+    assert has_written(tmp_path, 10)
     worker.close()
 
 
-def test_it_works_by_itself_where_nobody_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "LATEST_WAKE_S", 3600.0)
+def test_it_works_by_itself_where_nobody_calls_it(tmp_path: Path) -> None:
     worker = make(tmp_path, flush_every=10)
     assert worker.drain(5.0)
-    for item in range(12):
-        worker.put(item)
+    worker.queue.extend(range(10))
     assert has_written(tmp_path, 10)
     worker.close()
 
@@ -263,10 +267,10 @@ def test_a_thread_that_is_behind_does_not_rest(tmp_path: Path, monkeypatch: pyte
     rests: list[float] = []
     rest = worker._wake.wait
     monkeypatch.setattr(worker._wake, "wait", lambda timeout_s: rests.append(timeout_s) or rest(timeout_s))
-    worker._queue.extend(range(1000))
-    worker.wake()
+    worker.queue.extend(range(1000))
+    worker.catch_up()
     end_s = time.monotonic() + 60
-    while worker._queue and time.monotonic() < end_s:
+    while worker.queue and time.monotonic() < end_s:
         time.sleep(0.01)
     # Ten at a time would be a hundred rests, or forty steps a second: the queue of a fast loop would overflow.
     assert len(rests) < 10
@@ -279,8 +283,9 @@ def test_the_record_says_how_many_lines_did_not_fit(
 ) -> None:
     monkeypatch.setattr(worker_module, "MAX_QUEUED_STEPS", 0)
     worker = make(tmp_path)
-    for item in range(3):
-        worker.put(item)
+    assert worker.drain(5.0)
+    monkeypatch.setattr(worker, "queue", deque(range(3)))  # which nobody empties
+    worker.catch_up()
     worker.close()
     assert [event["message"] for event in load_run(tmp_path).events] == [
         "3 lines lost: steps came faster than they could be written"
@@ -292,7 +297,7 @@ def test_an_item_that_cannot_be_digested_costs_only_itself(tmp_path: Path, caplo
     worker = make(tmp_path)
     with caplog.at_level(logging.WARNING):
         for item in (1, "nonsense", 2):
-            worker.put(item)
+            worker.queue.append(item)
         worker.close()
     assert list(load_run(tmp_path).step) == [1, 2]
     assert "a step was not recorded" in caplog.text
@@ -311,7 +316,7 @@ def test_steps_that_are_digested_together_die_together(tmp_path: Path) -> None:
 
     worker = make(tmp_path)
     worker.drain(5.0)
-    worker._queue.extend([Mortal(1), Mortal(2), Mortal(3)])  # at once: the thread cannot come in between
+    worker.queue.extend([Mortal(1), Mortal(2), Mortal(3)])  # at once: the thread cannot come in between
     assert worker.drain(5.0)
     assert happened == ["digested"] * 3 + ["dead"] * 3
     worker.close()
@@ -328,7 +333,7 @@ def test_no_more_lines_than_the_settings_say_wait_for_the_disk(tmp_path: Path) -
         return flush()
 
     worker._writer.flush = note_and_flush  # type: ignore[method-assign]
-    worker._queue.extend(range(95))
+    worker.queue.extend(range(95))
     assert worker.drain(5.0)
     worker.close()
     assert sum(lines) == 95

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from flopmeter.errors import RecordError as RecordError
     from flopmeter.errors import TraceError as TraceError
     from flopmeter.errors import UnknownDeviceError as UnknownDeviceError
+    from flopmeter.flops.count import count_flops as count_flops
     from flopmeter.flops.flop_count import FlopCount as FlopCount
     from flopmeter.flops.formulas import formula as formula
-    from flopmeter.flops.side_count import count_flops as count_flops
     from flopmeter.monitor import TrainingMonitor as TrainingMonitor
     from flopmeter.monitor import watch as watch
     from flopmeter.record import Run as Run
@@ -53,7 +53,7 @@ _HOME = {
     "Peak": "devices",
     "Run": "record",
     "TrainingMonitor": "monitor",
-    "count_flops": "flops.side_count",
+    "count_flops": "flops.count",
     "diagnose": "diagnosis",
     "formula": "flops.formulas",
     "load_run": "record",

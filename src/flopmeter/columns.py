@@ -9,8 +9,11 @@ import errno
 import math
 import os
 import stat
+import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +60,13 @@ def open_regular(path: Path, *, inside: Path | None = None) -> BinaryIO:
     except OSError:
         os.close(descriptor)
         raise
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A data file of ours. Its fractions are `Decimal`, so that 181.05 times 1e12 is exactly 181.05e12."""
+    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    table: dict[str, Any] = toml.loads(path.read_text("utf-8"), parse_float=Decimal)
+    return table
 
 
 def _refuse_irregular(status: os.stat_result, path: Path) -> None:

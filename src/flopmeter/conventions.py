@@ -9,8 +9,9 @@ attends to other tokens (4 FLOPs per head channel and query-key pair forward, 12
 
     6 * weights + 12 * layers * heads * head_dim * pairs / seq
 
-The rules differ in which weights and how many pairs they charge, and that is all a `Convention` holds. They describe
-decoders with causal attention; norms, activations, softmax and the optimizer are in none of them. No torch is needed.
+The rules differ in which weights and how many pairs they charge, and that is all a `Convention` holds: they are data,
+in conventions.toml beside this file, with the published models. They describe decoders with causal attention; norms,
+activations, softmax and the optimizer are in none of them. No torch is needed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
-from flopmeter.columns import open_regular
+from flopmeter.columns import open_regular, read_toml
 from flopmeter.errors import ConfigError
 
 LARGEST_SIZE = 10**18
 """Of anything that a model or a run is counted by; FLOPs of it are still numbers."""
 MAX_CONFIG_BYTES = 16 << 20
 Recompute = Literal["none", "full", "selective"]
+_NEEDED: Final = ("layers", "hidden", "heads", "ffn", "vocab")
 RECOMPUTE_MODES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
 
@@ -69,7 +71,14 @@ class Architecture:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            self._check(field.name, needs_value=field.name in ("layers", "hidden", "heads", "ffn", "vocab"))
+            name, value = field.name, getattr(self, field.name)
+            if name in ("gated", "tied"):
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{name} must be true or false, not {value!r}")
+            elif not isinstance(value, int) or isinstance(value, bool) or value < int(name in _NEEDED):
+                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+            elif value > LARGEST_SIZE:
+                raise ConfigError(f"{name} is larger than {LARGEST_SIZE:.0e}, which no model's is")
         if not self.head_dim and self.hidden % self.heads:
             raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}: give head_dim as well")
         if self.heads % (self.kv_heads or self.heads):
@@ -78,16 +87,6 @@ class Architecture:
             raise ConfigError(f"active_experts={self.active_experts} does not fit experts={self.experts}")
         if self.dense_layers > self.layers:
             raise ConfigError(f"dense_layers={self.dense_layers} is more than layers={self.layers}")
-
-    def _check(self, name: str, *, needs_value: bool) -> None:
-        value = getattr(self, name)
-        if name in ("gated", "tied"):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name} must be true or false, not {value!r}")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < int(needs_value):
-            raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
-        elif value > LARGEST_SIZE:
-            raise ConfigError(f"{name} is larger than {LARGEST_SIZE:.0e}, which no model's is")
 
     @property
     def head_channels(self) -> int:
@@ -136,9 +135,25 @@ class Architecture:
         return attention + (self.layers - moe_layers) * dense_mlp + moe_layers * moe_mlp
 
 
+_WEIGHTS: Final[Mapping[str, Callable[[Architecture], int]]] = {
+    "matmul": lambda arch: arch.num_matmul_params,
+    "layers": lambda arch: arch.num_matmul_params - arch.head_weights,
+    "matmul and embedding": lambda arch: arch.num_matmul_params + arch.head_weights,
+    "all": lambda arch: arch.num_params,
+}
+
+
+_PAIRS: Final[Mapping[str, Callable[[Architecture, int], float]]] = {
+    "visible": lambda arch, seq: (reach := min(arch.window or seq, seq)) * (reach + 1) / 2 + (seq - reach) * reach,
+    "all": lambda _, seq: seq * seq,
+    "half": lambda _, seq: seq * seq / 2,
+    "none": lambda _, __: 0,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convention:
-    """One published way of charging FLOPs, as data."""
+    """One published way of charging FLOPs: a block of conventions.toml, whose head says what the words mean."""
 
     name: str
     formula: str
@@ -147,20 +162,15 @@ class Convention:
     used_by: str
     left_out: str
     source: str
-    weights: Callable[[Architecture], int]
-    """Weights charged for a token."""
-    pairs: Callable[[Architecture, int], float]
-    """Query-key pairs charged for a sequence."""
-    rerun_weights: Callable[[Architecture], int]
-    """Weights that a full recomputation is charged for once more, forward."""
-    selective_passes: int = 1
-    """Forward passes of attention that selective recomputation is charged for."""
-    reads_as: Callable[[Architecture], Architecture] = lambda arch: arch
-    """The model that the formula sees, where it assumes a shape."""
+    weights: str
+    pairs: str
+    rerun: str
+    selective: int = 1
+    reads_as: str = ""
 
     def model_flop_per_token(self, arch: Architecture, seq: int) -> float:
         """Forward and backward of one token of a sequence of `seq`, the numerator of MFU."""
-        return 6 * self.weights(self.reads_as(arch)) + 3 * self._attention_flop_per_token(arch, seq)
+        return 6 * _WEIGHTS[self.weights](self._read(arch)) + 3 * self._attention_flop_per_token(arch, seq)
 
     def hardware_flop_per_token(self, arch: Architecture, seq: int, recompute: Recompute) -> float:
         """The same with what activation recomputation runs again, the numerator of HFU.
@@ -168,189 +178,29 @@ class Convention:
         full: one more forward pass of the layers. selective: one more forward pass of the attention core (scores and
         their product with the values), the linears being kept.
         """
-        again = {"none": 0, "full": 1, "selective": self.selective_passes}[recompute]
-        rerun = self.rerun_weights(self.reads_as(arch)) if recompute == "full" else 0
+        again = {"none": 0, "full": 1, "selective": self.selective}[recompute]
+        rerun = _WEIGHTS[self.rerun](self._read(arch)) if recompute == "full" else 0
         return self.model_flop_per_token(arch, seq) + 2 * rerun + again * self._attention_flop_per_token(arch, seq)
 
     def _attention_flop_per_token(self, arch: Architecture, seq: int) -> float:
-        return 4 * self.reads_as(arch).attention_width * self.pairs(arch, seq) / seq
+        return 4 * self._read(arch).attention_width * _PAIRS[self.pairs](arch, seq) / seq
+
+    def _read(self, arch: Architecture) -> Architecture:
+        """The model that the formula sees, where it assumes a shape."""
+        if self.reads_as != "gpt":
+            return arch
+        hidden = arch.hidden
+        return Architecture(layers=arch.layers, hidden=hidden, heads=1, ffn=4 * hidden, vocab=arch.vocab, gated=False)
 
 
-def _visible_pairs(arch: Architecture, seq: int) -> float:
-    reach = min(arch.window or seq, seq)
-    return reach * (reach + 1) / 2 + (seq - reach) * reach
-
-
-def _all_pairs(_: Architecture, seq: int) -> float:
-    return seq * seq
-
-
-def _half_the_pairs(_: Architecture, seq: int) -> float:
-    return seq * seq / 2
-
-
-def _no_pairs(_: Architecture, __: int) -> float:
-    return 0
-
-
-def _layers_only(arch: Architecture) -> int:
-    return arch.num_matmul_params - arch.head_weights
-
-
-def _as_gpt(arch: Architecture) -> Architecture:
-    return Architecture(
-        layers=arch.layers, hidden=arch.hidden, heads=1, ffn=4 * arch.hidden, vocab=arch.vocab, gated=False
-    )
-
-
-_ALL: Final = (
-    Convention(
-        name="exact",
-        formula="6P + 6LHd(s+1)",
-        meaning="matmul weights, pairs that the mask lets through",
-        used_by="flopmeter",
-        left_out="nothing that is a matmul; padding and packing, which a length alone does not tell",
-        source="2 FLOPs a multiply-add, s(s+1)/2 pairs a causal sequence, min(position, window) with a window",
-        weights=lambda arch: arch.num_matmul_params,
-        pairs=_visible_pairs,
-        rerun_weights=_layers_only,
-    ),
-    Convention(
-        name="palm",
-        formula="6N + 12LHds",
-        meaning="all parameters, all pairs",
-        used_by="PaLM, nanoGPT, llm-foundry, TRL",
-        left_out="charges the embedding look-up and the norms as matmuls, and the masked half of attention",
-        source="arXiv:2204.02311 appendix B; HFU is 4/3 of MFU under full recomputation, as llm-foundry has it",
-        weights=lambda arch: arch.num_params,
-        pairs=_all_pairs,
-        rerun_weights=lambda arch: arch.num_params,
-    ),
-    Convention(
-        name="6p_full",
-        formula="6P + 12LHds",
-        meaning="matmul weights, all pairs",
-        used_by="torchtitan, NVIDIA dgxc, LLaMA-Factory",
-        left_out="charges the masked half of attention",
-        source="torchtitan docs/performance.md; dgxc-benchmarking READMEs",
-        weights=lambda arch: arch.num_matmul_params,
-        pairs=_all_pairs,
-        rerun_weights=_layers_only,
-    ),
-    Convention(
-        name="6p_causal",
-        formula="6P + 6LHds",
-        meaning="matmul weights, half the pairs",
-        used_by="Megatron-LM and Bridge, MaxText since July 2025",
-        left_out="half of the diagonal, 1/s of attention; ignores a sliding window",
-        source="Megatron-LM megatron/training/training.py",
-        weights=lambda arch: arch.num_matmul_params,
-        pairs=_half_the_pairs,
-        rerun_weights=_layers_only,
-    ),
-    Convention(
-        name="6n",
-        formula="6N",
-        meaning="all parameters, no attention",
-        used_by="quick estimates",
-        left_out="attention between tokens; charges the embedding look-up and the norms as matmuls",
-        source="arXiv:2001.08361 section 2.1",
-        weights=lambda arch: arch.num_params,
-        pairs=_no_pairs,
-        rerun_weights=lambda arch: arch.num_params,
-    ),
-    Convention(
-        name="verl",
-        formula="6(P + Vh) + 6LHds",
-        meaning="matmul weights and embedding, half the pairs",
-        used_by="verl",
-        left_out="charges the embedding look-up as a matmul; half of the diagonal",
-        source="verl utils/flops_counter.py",
-        weights=lambda arch: arch.num_matmul_params + arch.head_weights,
-        pairs=_half_the_pairs,
-        rerun_weights=_layers_only,
-    ),
-    # With full recomputation the hardware FLOPs are 96Lh^2(1 + s/6h + V/16Lh), equation 3 of arXiv:2104.04473. Under
-    # selective recomputation the paper's appendix A turns s/6h into s/3h: three forward passes of attention, not one.
-    Convention(
-        name="gpt",
-        formula="72Lh^2(1 + s/6h + V/12Lh)",
-        meaning="the model read as a GPT with a 4h MLP, all pairs",
-        used_by="arXiv:2205.05198; SC21 and BLOOM print its full-recompute HFU",
-        left_out="the model's own MLP width, gate and grouped heads; charges the masked half of attention",
-        source="arXiv:2205.05198; its selective-recompute HFU from memory, not read here",
-        weights=lambda arch: arch.num_matmul_params,
-        pairs=_all_pairs,
-        rerun_weights=_layers_only,
-        selective_passes=3,
-        reads_as=_as_gpt,
-    ),
-)
-CONVENTIONS: Final[Mapping[str, Convention]] = {convention.name: convention for convention in _ALL}
+_FILE: Final = read_toml(Path(__file__).with_suffix(".toml"))
+CONVENTIONS: Final[Mapping[str, Convention]] = {
+    name: Convention(name=name, **block) for name, block in _FILE["convention"].items()
+}
 NAMED: Final = ("exact", "palm", "6p_full", "6p_causal", "6n")
 """The conventions that every report prints; the others exist to compare with particular papers."""
-
-
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: Any) -> Architecture:
-    return Architecture(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **more)
-
-
-_LLAMA_3_8B: Final = _llama(32, 4096, 32, 8, 14336, 128256)
-_LLAMA_3_70B: Final = _llama(80, 8192, 64, 8, 28672, 128256)
-
-MODELS: Final[Mapping[str, Architecture]] = {
-    "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000),
-    "llama-3-8b": _LLAMA_3_8B,
-    "llama-3-70b": _LLAMA_3_70B,
-    "llama-3.1-8b": _LLAMA_3_8B,
-    "llama-3.1-70b": _LLAMA_3_70B,
-    "llama-3.1-405b": _llama(126, 16384, 128, 8, 53248, 128256),
-    "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, window=4096),
-    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, experts=8, active_experts=2),
-    "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, 32000, experts=8, active_experts=2),
-    "gpt-3-175b": _llama(96, 12288, 96, 96, 49152, 50257, gated=False, tied=True),
-}
+MODELS: Final[Mapping[str, Architecture]] = {name: Architecture(**sizes) for name, sizes in _FILE["model"].items()}
 """Published configurations that `flopmeter mfu` and `count` know by name; any other is read from its config.json."""
-
-
-class _Family(NamedTuple):
-    """How a transformers model type writes its sizes, and what it means when the file is silent."""
-
-    keys: Mapping[str, str]
-    gated: bool = True
-    tied: bool = False
-
-
-_LLAMA_KEYS: Final = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "ffn": "intermediate_size",
-    "vocab": "vocab_size",
-    "head_dim": "head_dim",
-}
-_GPT2_KEYS: Final = {
-    "layers": "n_layer",
-    "hidden": "n_embd",
-    "heads": "n_head",
-    "ffn": "n_inner",
-    "vocab": "vocab_size",
-}
-_MOE_KEYS: Final = {
-    **_LLAMA_KEYS,
-    "experts": "num_experts",
-    "active_experts": "num_experts_per_tok",
-    "expert_ffn": "moe_intermediate_size",
-}
-_FAMILIES: Final[Mapping[str, _Family]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "phi3"), _Family(_LLAMA_KEYS)),
-    "gemma": _Family(_LLAMA_KEYS, tied=True),
-    "gpt_neox": _Family(_LLAMA_KEYS, gated=False),
-    "gpt2": _Family(_GPT2_KEYS, gated=False, tied=True),
-    "mixtral": _Family(_MOE_KEYS),
-    "qwen3_moe": _Family(_MOE_KEYS),
-}
 
 
 def read_config(path: Path) -> Architecture:
@@ -381,21 +231,23 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
     """The architecture that the content of a transformers `config.json` describes, without transformers."""
     model_type = str(config.get("model_type"))
-    if model_type not in _FAMILIES:
+    if model_type not in _FILE["family"]:
         raise ConfigError(
-            f"model_type {model_type!r} is not one of {', '.join(sorted(_FAMILIES))}: give its sizes with --arch, or "
-            "count the model with `flopmeter count`"
+            f"model_type {model_type!r} is not one of {', '.join(sorted(_FILE['family']))}: give its sizes with "
+            "--arch, or count the model with `flopmeter count`"
         )
-    keys, gated, tied = _FAMILIES[model_type]
+    family = _FILE["family"][model_type]
+    keys = {name: key for group in family["keys"] for name, key in _FILE["keys"][group].items()}
     config = {"num_experts": config.get("num_local_experts"), **config}  # both spellings are in use
     sizes = {name: config[key] for name, key in keys.items() if config.get(key) is not None}
     if model_type == "gpt2" and isinstance(sizes.get("hidden"), int):
         sizes.setdefault("ffn", 4 * sizes["hidden"])
-    missing = [keys[name] for name in ("layers", "hidden", "heads", "ffn", "vocab") if name not in sizes]
+    missing = [keys[name] for name in _NEEDED if name not in sizes]
     if missing:
         raise ConfigError(f"the config has no {', '.join(missing)}: give the sizes with --arch")
     is_tied = config.get("tie_word_embeddings")
-    return Architecture(**sizes, gated=gated, tied=tied if is_tied is None else is_tied, window=_window(config))
+    tied = family.get("tied", False) if is_tied is None else is_tied
+    return Architecture(**sizes, gated=family.get("gated", True), tied=tied, window=_window(config))
 
 
 def _window(config: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
     metrics = DatasetMetrics(every=10)
     metrics.update(batch["dataset"], losses, logits, labels)      # each batch: no sync, no loop over samples
     taken = metrics.take()                                        # sums on the device, not read yet
-    resolve(taken.totals(taken.sums.tolist()))                    # later: {"dataset/code/loss": 1.9, ...}
+    taken.metrics(taken.sums.tolist())                            # later: {"dataset/code/loss": 1.9, ...}
 
 Samples are counted in every batch, from the names alone. Loss and accuracy come from one batch in `every`, at a place
 that varies (drawn from a generator of our own): were it always the tenth, a loader that takes its datasets in turn
@@ -20,9 +20,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -37,27 +36,9 @@ MAX_DATASETS = 1000
 
 NUM_ROWS = 4
 """Rows of the sums: loss, samples with a loss, right labels, labels."""
+NOTHING = (0.0,) * NUM_ROWS
 FIRST_CAPACITY = 16
 """Datasets for which there is room before the sums move to a larger place."""
-
-
-class Totals(NamedTuple):
-    """Sums of one dataset, as numbers; those of several ranks or stretches add up field by field."""
-
-    samples: float = 0.0
-    """Samples since the start of the run."""
-    loss: float = 0.0
-    """Sum of the losses of the samples that were looked at since the last `take`."""
-    loss_samples: float = 0.0
-    """How many those were."""
-    correct: float = 0.0
-    """Labels predicted right, among those looked at."""
-    labels: float = 0.0
-    """Labels looked at."""
-
-    def plus(self, other: Totals) -> Totals:
-        """Both together."""
-        return Totals(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,39 +52,26 @@ class Taken:
     sums: torch.Tensor | None
     """(4, datasets) on the device: loss, samples with a loss, right labels, labels. None: no batch was looked at."""
 
-    def totals(self, values: Sequence[Sequence[float]] = ()) -> dict[str, Totals]:
-        """The sums by dataset name, given the host's copy of `sums` (none when it is None)."""
+    def metrics(self, values: Sequence[Sequence[float]] = ()) -> dict[str, float]:
+        """The metrics, given the host's copy of `sums` (none when it is None).
+
+        A mean over nothing is left out, so a dataset that was not looked at has only its samples. A key has one segment
+        for the name: "/" in it becomes "--" (`allenai/c4` is `dataset/allenai--c4/loss`), an empty one "unnamed"; names
+        that are then alike are one dataset.
+        """
         columns = dict(zip(self.names, zip(*values, strict=True), strict=False))
-        return {name: Totals(count, *columns.get(name, ())) for name, count in self.samples.items()}
-
-
-def merge(parts: Iterable[Mapping[str, Totals]]) -> dict[str, Totals]:
-    """Totals of several ranks as one; they need not have seen the same datasets."""
-    result: dict[str, Totals] = {}
-    for part in parts:
-        for name, totals in part.items():
-            result[name] = result.get(name, Totals()).plus(totals)
-    return result
-
-
-def resolve(totals: Mapping[str, Totals]) -> dict[str, float]:
-    """The metrics. A mean over nothing is left out, so a dataset that was not looked at has only its samples.
-
-    A key has one segment for the name: "/" in it becomes "--" (`allenai/c4` is `dataset/allenai--c4/loss`), an empty
-    one "unnamed"; names that are then alike are one dataset.
-    """
-    result: dict[str, float] = {}
-    for name, total in merge({_segment(name): total} for name, total in totals.items()).items():
-        if total.loss_samples:
-            result[f"dataset/{name}/loss"] = total.loss / total.loss_samples
-        if total.labels:
-            result[f"dataset/{name}/accuracy"] = total.correct / total.labels
-        result[f"dataset/{name}/samples"] = total.samples
-    return result
-
-
-def _segment(name: str) -> str:
-    return str(name).replace("/", "--") or "unnamed"
+        totals: dict[str, tuple[float, ...]] = {}
+        for name, num_samples in self.samples.items():
+            key, found = name.replace("/", "--") or "unnamed", (float(num_samples), *columns.get(name, NOTHING))
+            totals[key] = tuple(map(sum, zip(totals.get(key, (0.0, *NOTHING)), found, strict=True)))
+        result: dict[str, float] = {}
+        for key, (count, loss, num_losses, correct, labels) in totals.items():
+            if num_losses:
+                result[f"dataset/{key}/loss"] = loss / num_losses
+            if labels:
+                result[f"dataset/{key}/accuracy"] = correct / labels
+            result[f"dataset/{key}/samples"] = count
+        return result
 
 
 class DatasetMetrics:
@@ -147,8 +115,17 @@ class DatasetMetrics:
             predictions: Class or token ids; they take precedence over `logits`.
         """
         try:
+            if isinstance(dataset_names, str):
+                counts = Counter({dataset_names: num_samples(loss, labels)})
+            else:
+                counts = Counter(dataset_names)
             with DisableTorchFunction():  # the user's function modes and tensor classes are not for us
-                self._take_in(dataset_names, loss, logits, labels, predictions)
+                self._register(counts.keys() - self._ids.keys())
+                if self._is_due():
+                    answers = logits if predictions is None else predictions
+                    self._add(dataset_names, loss, answers, labels, is_logits=predictions is None)
+            # Last, so that an update which failed has left nothing behind.
+            self._samples.update(counts)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop a training run; the reason is logged)
             self.num_dropped += 1
             if self.num_dropped == 1:
@@ -167,27 +144,58 @@ class DatasetMetrics:
             self._is_empty = True
         return Taken(samples=dict(self._samples), names=tuple(self._ids), sums=sums)
 
-    def _take_in(
+    def _add(
         self,
         names: Sequence[str] | str,
         loss: torch.Tensor | float,
-        logits: torch.Tensor | None,
+        answers: torch.Tensor | None,
         labels: torch.Tensor | None,
-        predictions: torch.Tensor | None,
+        *,
+        is_logits: bool,
     ) -> None:
-        counts = {names: _num_samples(loss, labels)} if isinstance(names, str) else Counter(names)
-        self._register(counts.keys() - self._ids.keys())
-        if self._is_due():
-            batch = _check(names, loss, logits, labels, predictions)
-            if batch.num_samples and not _is_capturing(batch.device):
-                self._add(batch)
-        # Last, so that an update which failed has left nothing behind.
-        self._samples.update(counts)
-
-    def _add(self, batch: _Batch) -> None:
-        sums = self._room(batch.device)
-        rows = _rows(batch, sums, shift_labels=self._shift_labels)
-        sums[: len(rows)].index_add_(1, self._columns(batch, sums.device), rows)
+        """Look at one batch. Shapes and devices are known to the host, so that checking them costs no wait."""
+        if answers is None or labels is None:
+            answers = labels = None
+        number = num_samples(loss, labels) if isinstance(names, str) else len(names)
+        if not isinstance(loss, torch.Tensor):
+            try:
+                loss = float(loss)
+            except (TypeError, ValueError):
+                raise FlopmeterError(f"a loss is a tensor or a number, not {type(loss).__name__}") from None
+        elif loss.numel() != 1 and loss.shape != (number,):
+            raise FlopmeterError(f"{number} samples are named and the loss has the shape {tuple(loss.shape)}")
+        if answers is not None and labels is not None:
+            shapes = f"{number} samples are named, labels have the shape {tuple(labels.shape)}"
+            if not labels.dim() or len(labels) != number:
+                raise FlopmeterError(shapes)
+            if not is_logits and answers.shape != labels.shape:
+                raise FlopmeterError(f"{shapes}, predictions {tuple(answers.shape)}")
+            has_classes = answers.shape[:-1] == labels.shape and answers.shape[-1] >= 2
+            if is_logits and (not has_classes or labels.is_floating_point()):
+                raise FlopmeterError(f"{shapes}, logits {tuple(answers.shape)}: pass class ids as predictions instead")
+        # Several GPUs are fine; between CPU and GPU nothing can be copied without waiting.
+        tensors = [each for each in (loss, answers, labels) if isinstance(each, torch.Tensor)]
+        devices = {tensor.device.type: tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise FlopmeterError(f"tensors are on {' and '.join(map(str, devices.values()))}: put them on one device")
+        # While a CUDA graph is recorded, what we add now would be added again at every replay.
+        if not number or ("cuda" in devices and torch.cuda.is_current_stream_capturing()):
+            return
+        sums = self._room(next(iter(devices.values()), None))
+        losses = loss if isinstance(loss, torch.Tensor) else torch.full((1,), loss, device=sums.device)
+        losses = losses.detach().reshape(-1).to(sums).expand(number)
+        rows = [losses, torch.ones_like(losses)]
+        if answers is not None and labels is not None:
+            answers, labels = answers.detach(), labels.detach()
+            if is_logits:
+                if self._shift_labels and labels.dim() == 2:
+                    answers, labels = answers[:, :-1], labels[:, 1:]
+                answers = answers.argmax(-1)
+            labels = labels.to(answers.device, non_blocking=True)
+            is_counted = labels != IGNORED_LABEL
+            for flags in (is_counted & (answers == labels), is_counted):
+                rows.append(flags.reshape(number, flags.numel() // number).sum(1).to(sums))
+        sums[: len(rows)].index_add_(1, self._columns(names, number, sums.device), torch.stack(rows))
         self._is_empty = False
 
     def _register(self, new: Collection[str]) -> None:
@@ -223,105 +231,20 @@ class DatasetMetrics:
         self._sums = sums
         return sums
 
-    def _columns(self, batch: _Batch, device: torch.device) -> torch.Tensor:
+    def _columns(self, names: Sequence[str] | str, number: int, device: torch.device) -> torch.Tensor:
         """The column of each sample, on the device; kept for the next batch with the same names."""
-        if isinstance(batch.names, str):
-            return torch.full((batch.num_samples,), self._ids[batch.names], device=device)
-        names = tuple(batch.names)
-        if self._last_columns is None or self._last_columns[0] != names:
+        if isinstance(names, str):
+            return torch.full((number,), self._ids[names], device=device)
+        if self._last_columns is None or self._last_columns[0] != tuple(names):
             # From pinned memory, without waiting: a plain copy would wait until the GPU has caught up.
             columns = torch.tensor(
                 list(map(self._ids.__getitem__, names)), device="cpu", pin_memory=device.type == "cuda"
             )
-            self._last_columns = names, columns.to(device, non_blocking=True)
+            self._last_columns = tuple(names), columns.to(device, non_blocking=True)
         return self._last_columns[1]
 
 
-class _Batch(NamedTuple):
-    """One update whose parts fit together."""
-
-    names: Sequence[str] | str
-    num_samples: int
-    loss: torch.Tensor | float
-    answers: torch.Tensor | None
-    labels: torch.Tensor | None
-    is_logits: bool
-    device: torch.device | None
-
-
-def _check(
-    names: Sequence[str] | str,
-    loss: torch.Tensor | float,
-    logits: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    predictions: torch.Tensor | None,
-) -> _Batch:
-    """Look at shapes and devices only: the host knows them, so it costs no wait."""
-    answers = logits if predictions is None else predictions
-    if answers is None or labels is None:
-        answers = labels = None
-    num_samples = _num_samples(loss, labels) if isinstance(names, str) else len(names)
-    if not isinstance(loss, torch.Tensor):
-        try:
-            loss = float(loss)
-        except (TypeError, ValueError):
-            raise FlopmeterError(f"a loss is a tensor or a number, not {type(loss).__name__}") from None
-    if isinstance(loss, torch.Tensor) and loss.numel() != 1 and loss.shape != (num_samples,):
-        raise FlopmeterError(f"{num_samples} samples are named and the loss has the shape {tuple(loss.shape)}")
-    if answers is not None and labels is not None:
-        _check_answers(answers, labels, num_samples, is_logits=predictions is None)
-    device = _device(tensor for tensor in (loss, answers, labels) if isinstance(tensor, torch.Tensor))
-    return _Batch(names, num_samples, loss, answers, labels, predictions is None, device)
-
-
-def _num_samples(loss: torch.Tensor | float, labels: torch.Tensor | None) -> int:
+def num_samples(loss: torch.Tensor | float, labels: torch.Tensor | None) -> int:
     """Size of a batch that has one name for all; without labels and with one loss for all it counts as one sample."""
     tensors = (labels, loss)
     return next((len(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim()), 1)
-
-
-def _check_answers(answers: torch.Tensor, labels: torch.Tensor, num_samples: int, *, is_logits: bool) -> None:
-    shapes = f"{num_samples} samples are named, labels have the shape {tuple(labels.shape)}"
-    if not labels.dim() or len(labels) != num_samples:
-        raise FlopmeterError(shapes)
-    if not is_logits:
-        if answers.shape != labels.shape:
-            raise FlopmeterError(f"{shapes}, predictions {tuple(answers.shape)}")
-        return
-    if answers.shape[:-1] != labels.shape or answers.shape[-1] < 2 or labels.is_floating_point():
-        raise FlopmeterError(f"{shapes}, logits {tuple(answers.shape)}: pass class ids as predictions instead")
-
-
-def _device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """Where the tensors are. Several GPUs are fine; between CPU and GPU nothing can be copied without waiting."""
-    devices = {tensor.device.type: tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        raise FlopmeterError(f"tensors are on {' and '.join(map(str, devices.values()))}: put them on one device")
-    return next(iter(devices.values()), None)
-
-
-def _is_capturing(device: torch.device | None) -> bool:
-    """Whether a CUDA graph is being recorded: what we add now would be added again at every replay."""
-    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _rows(batch: _Batch, sums: torch.Tensor, *, shift_labels: bool) -> torch.Tensor:
-    """What each sample adds to the rows of the sums: (2 or 4, samples)."""
-    loss = batch.loss if isinstance(batch.loss, torch.Tensor) else torch.full((1,), batch.loss, device=sums.device)
-    losses = loss.detach().reshape(-1).to(sums).expand(batch.num_samples)
-    rows = [losses, torch.ones_like(losses)]
-    if batch.answers is not None and batch.labels is not None:
-        answers, labels = batch.answers.detach(), batch.labels.detach()
-        if batch.is_logits:
-            if shift_labels and labels.dim() == 2:
-                answers, labels = answers[:, :-1], labels[:, 1:]
-            answers = answers.argmax(-1)
-        labels = labels.to(answers.device, non_blocking=True)
-        is_counted = labels != IGNORED_LABEL
-        is_right = is_counted & (answers == labels)
-        rows += [_per_sample(flags, batch.num_samples).to(sums) for flags in (is_right, is_counted)]
-    return torch.stack(rows)
-
-
-def _per_sample(flags: torch.Tensor, num_samples: int) -> torch.Tensor:
-    return flags.reshape(num_samples, flags.numel() // num_samples).sum(1)

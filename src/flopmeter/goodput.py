@@ -10,10 +10,14 @@ The wall time runs from the first header to the last line of the file and splits
     productive      steps whose work is still in the model; warm-up steps train it too, so they belong here
     lost steps      steps that a restart threw away: those after the checkpoint from which it resumed
     measuring       what an observed or profiled step took beyond its like: the step counts, the surplus does not
-    pauses          by name, wherever they fell, in lost stretches as well; one inside another counts once, as the inner
+    pauses          by name, wherever they fell, in lost stretches as well; an inner one counts once.
+                    What the loop does besides training, by role (a rollout, a reference model), is among them
     restarts        from the last step or pause of one start to the header of the next
     start-up        from a header to the beginning of its first step, pauses aside
     other           what is left: steps without a duration, time between steps, what happened after the last step
+
+Which steps a restart threw away is told from the program's own numbers (`log_step`, a trainer's callback). Where the
+program tells none, as under `flopmeter run`, each start counts from 1, all steps count as kept, and `note` says so.
 
 Left out: a killed run misses its last lines (the flush bound), and their time shows as restart. Which start a step
 belongs to is told from its time of day, so a restart on a machine whose clock is behind may hide lost steps.
@@ -41,6 +45,8 @@ REACH = 200
 """Steps on either side among which those of the same work are looked for."""
 SAME_WORK = 0.01
 """FLOPs that differ by no more are the same work."""
+_OF_THE_LOOP = ("training/loss", "training/epoch", "training/lr", "training/grad_norm")
+UNNUMBERED = "what restarts threw away is not known: the program tells no step numbers (log_step does)"
 TOLERANCE = 0.01
 """Share of the wall time by which the parts may exceed it (clocks are adjusted) before no share is given."""
 
@@ -60,7 +66,9 @@ class Goodput:
     measuring_s: float
     """Surplus of observed and profiled steps over the median of unmarked steps around them that did the same."""
     pause_s: Mapping[str, float]
-    """Seconds by name of the pause: evaluation, checkpoint."""
+    """Seconds by name of the pause (evaluation, checkpoint) or role (rollout)."""
+    roles: tuple[str, ...] = ()
+    """Names among them that are roles."""
     restart_s: float
     """Downtime between starts."""
     start_up_s: float
@@ -85,6 +93,8 @@ class Pause(NamedTuple):
     """Without the pauses inside it."""
     end_s: float
     """Unix time; NaN where the record does not say."""
+    is_role: bool = False
+    """Whether it is what the loop did for another purpose than training; it may stand for many times."""
 
 
 class _Start(NamedTuple):
@@ -101,7 +111,8 @@ def goodput(run: Run) -> Goodput:
     step_s = run.column("perf/step_time")
     pauses = find_pauses(run.events)
     starts = _starts(run, step_s, pauses)
-    kept, lost = _judge_steps(run.step, starts)
+    are_numbered = _are_numbered(run, starts)
+    kept, lost = _judge_steps(run.step, starts, are_numbered)
     measuring_s = max(math.fsum(_surpluses(run, step_s, kept)), 0.0)
     parts = {
         "productive_s": _time_of(kept, step_s) - measuring_s,
@@ -118,13 +129,26 @@ def goodput(run: Run) -> Goodput:
         share=None if doubt else parts["productive_s"] / wall_s,
         wall_s=wall_s,
         pause_s=pause_s,
+        roles=tuple(dict.fromkeys(pause.name for pause in pauses if pause.is_role)),
         other_s=other_s,
         num_starts=len(starts),
         num_steps=sum(map(len, kept)),
         num_lost_steps=sum(map(len, lost)),
-        note=doubt or _untimed(step_s),
+        note="; ".join(filter(None, [doubt, _untimed(step_s), "" if all(are_numbered[1:]) else UNNUMBERED])),
         **parts,
     )
+
+
+def kept_steps(run: Run) -> list[range]:
+    """Positions of the steps whose work is still in the model."""
+    starts = _starts(run, run.column("perf/step_time"), [])
+    return _judge_steps(run.step, starts, _are_numbered(run, starts))[0]
+
+
+def _are_numbered(run: Run, starts: Iterable[_Start]) -> list[bool]:
+    """What the loop logs has its own number of the step; without it, the number is one that we have counted."""
+    told = [column for key in _OF_THE_LOOP if (column := run.columns.get(key)) is not None]
+    return [any(value == value for column in told for value in column[at.start : at.stop]) for _, at, *_ in starts]
 
 
 def find_pauses(events: Iterable[Mapping[str, Any]]) -> list[Pause]:
@@ -137,6 +161,9 @@ def find_pauses(events: Iterable[Mapping[str, Any]]) -> list[Pause]:
             number_or_nan(event.get("time"), LATEST_S),
         )
         if event.get("event") != "pause" or math.isnan(duration_s):
+            continue
+        if event.get("is_role") is True or event.get("name") == "no_grad":  # none has another in it
+            result.append(Pause(str(event.get("name")), duration_s, end_s, True))
             continue
         inner_s = 0.0
         while outermost and end_s - duration_s <= outermost[-1][0] <= end_s:
@@ -195,18 +222,20 @@ def _place(at: list[float], moment_s: float) -> int:
     return max(bisect_right(at, moment_s) - 1, 0)
 
 
-def _judge_steps(numbers: array[int], starts: Iterable[_Start]) -> tuple[list[range], list[range]]:
+def _judge_steps(
+    numbers: array[int], starts: Iterable[_Start], are_numbered: Iterable[bool]
+) -> tuple[list[range], list[range]]:
     """Steps that were kept, and steps that were lost: a start that begins at step n throws away n and all after it.
 
     Only as far back as the numbers fall without a jump: where a loop counts anew in each epoch, older epochs are safe.
     """
     kept: list[range] = []
     lost: list[range] = []
-    for start in starts:
+    for start, is_numbered in zip(starts, are_numbered, strict=True):
         if not start.steps:
             continue
         resumed_at, above = numbers[start.steps.start], math.inf
-        while kept:
+        while kept and is_numbered:
             steps = kept.pop()
             stop = steps.stop
             while stop > steps.start and resumed_at <= numbers[stop - 1] <= above:

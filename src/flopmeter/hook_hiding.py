@@ -8,17 +8,17 @@ was saved in the middle of a measured run loads where there is no flopmeter, byt
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 from torch import nn
 
-from flopmeter.torch_compat import BACKWARD_ENGINE, SCRIPTING
+from flopmeter.torch_compat import BACKWARD_ENGINE, RECOMPUTATION, SCRIPTING
 
-_covered: dict[int, tuple[Any, Any]] = {}
-"""Replacements that were to go while another one of ours stood on them, by id; each with what was below it."""
+_covered: dict[tuple[int, str, int], tuple[Any, Any, Any]] = {}
+"""Replacements that were to go while another one of ours stood on them, by place and id; each with what was below."""
 
 
 def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -31,11 +31,11 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
     def undo() -> None:
         if getattr(owner, name) is not value:
-            _covered[id(value)] = (value, original)
+            _covered[id(owner), name, id(value)] = (owner, value, original)
             return
         below = original
-        while id(below) in _covered:
-            below = _covered.pop(id(below))[1]
+        while (key := (id(owner), name, id(below))) in _covered:
+            below = _covered.pop(key)[2]
         setattr(owner, name, below)
 
     return undo
@@ -64,6 +64,20 @@ def surround_backward(surround: Callable[[bool], AbstractContextManager[Any]]) -
             return original(outputs, *args, **kwargs)
 
     return replace_attribute(*BACKWARD_ENGINE, run_backward)
+
+
+def surround_recomputation(surround: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """Run what a checkpoint does a second time inside a context of ours; gives what ends that."""
+    original = getattr(*RECOMPUTATION, None)
+    if original is None:
+        return lambda: None
+
+    @contextmanager
+    def recompute(*args: Any) -> Iterator[None]:
+        with surround(), original(*args):
+            yield
+
+    return replace_attribute(*RECOMPUTATION, recompute)
 
 
 _inert = nullcontext().__exit__

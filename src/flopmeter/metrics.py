@@ -8,12 +8,15 @@ A step as it was measured is a mapping; what is not known is not in it:
     tokens, tokens_processed, samples           over all micro-batches; processed: padding included
     model_flop, hardware_flop, processed_flop   FLOPs by dtype: what the mathematics needs, what ran, and what it would
                                                 need if padding were tokens like any other
+    doubt                                       how far off predicted FLOPs may be: the largest error so far; 1
+                                                (100 %) where nothing was tested, and absent where they were counted
     device_ns                                   `ns` times the devices of the job, where that is not `ns`
 
     derive([{"ns": 5e8, "tokens": 8192, "model_flop": {"bf16": 2e14}}], {"bf16": 989.4e12})["perf/mfu"]     # 0.404
 
-The run file holds these numbers (`as_row`), and its reader derives the rest, with the same formulas on whole columns:
-so a wrong peak is mended afterwards, by `Run.derived`. Pure arithmetic: no tensors, no clock.
+The run file holds times and counts (`ROW_NAMES`) and, apart from them, the laws by which FLOPs follow from counts
+(`work_of`). Its reader derives the rest, with the same formulas on whole columns: so a wrong peak or convention is
+mended afterwards, by `Run.derived`. Pure arithmetic: no tensors, no clock.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import math
 import operator
 import statistics
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partialmethod
 from itertools import chain, compress, pairwise, repeat
@@ -29,6 +33,7 @@ from typing import Any, TypeAlias
 
 from flopmeter.columns import LARGEST, finite, known, tamed_column
 from flopmeter.schema import PHASES
+from flopmeter.text import percent
 
 NEGLIGIBLE = 1e-4
 """Share of the FLOPs that needs no peak of its own: at a hundredth of the others' speed it would be 1 % of the time.
@@ -37,13 +42,30 @@ COUNTS = ("tokens", "tokens_processed", "samples")
 FLOP = {"model_flop": "perf/mfu", "hardware_flop": "perf/hfu", "processed_flop": "perf/mfu_processed"}
 UTILISATIONS = (*FLOP.values(), "perf/mfu_percent")
 """Metrics that depend on peaks."""
+OTHER_FLOP = "other_flop"
+"""Model FLOPs under the convention that the run does not have."""
+NO_DOUBT, UNTESTED = 5e-4, 0.5
+"""Below the first, the FLOPs are as good as counted; above the second, most of them were predicted and never tested."""
 _SHARES = {f"{phase}_ns": f"perf/{phase}_share" for phase in PHASES if phase != "other"}
+FIELDS = (
+    *("samples", "tokens", "tokens_processed", "pairs_causal", "pairs_processed", "pairs_run", "images", "values"),
+    *("values_squared", "values_padding", "values_squared_padding", "pairs_window", "pairs_window_processed"),
+    *("decoder_tokens", "decoder_tokens_processed", "decoder_pairs_causal", "decoder_pairs_processed"),
+    *("decoder_pairs_run", "cross_pairs", "cross_pairs_processed", "patches", "patch_pairs", "patch_pairs_window"),
+)
+"""What FLOPs grow with, as `Workload` calls it; what else it has follows from these."""
+ROW_NAMES = ("law", "ns", *_SHARES, *FIELDS)
+"""What the numbers of a row are, in this order: first the number of its law, 0 for none. -1 stands for unknown, and
+what is 0 at the end is left out."""
+MAX_LAWS = 1 << 20
+"""Laws of one start of a run; each start has numbers of its own."""
 ROW = "."
-"""Stands before the names of these numbers in a row, where they are among the user's own."""
-MEASURED = frozenset(ROW + name for name in ("ns", *_SHARES, "exposed_communication_ns", *COUNTS))
-"""What rates and shares are derived from, as rows call it."""
+"""Stands before these names among the columns, where the user's own are, too."""
+MEASURED = frozenset(ROW + name for name in (*ROW_NAMES, "exposed_communication_ns"))
+"""What rates and shares are derived from, as columns are called."""
 DEVICE_NS = f"{ROW}device_ns"
-WORK = (DEVICE_NS, *(f"{ROW}{kind}/" for kind in FLOP))
+DOUBT = f"{ROW}doubt"
+WORK = (DEVICE_NS, DOUBT, *(f"{ROW}{kind}/" for kind in (*FLOP, OTHER_FLOP)))
 """How the names of what utilisations are derived from begin."""
 _OF_STEPS = ("perf/step_time", "perf/model_flop")
 """Metrics that are so much a step; all others are weighted by the time of the steps."""
@@ -61,7 +83,7 @@ class Column:
     __slots__ = ("values",)
 
     def __init__(self, values: Iterable[float]) -> None:
-        self.values = array("d", values)
+        self.values = values if isinstance(values, array) else array("d", values)  # no copy: nobody changes them
 
     def each(self, operation: Callable[[float, float], float], other: Any) -> Column:
         """The operation on each of them and the other: a column, too, or one number."""
@@ -74,18 +96,20 @@ class Column:
     __truediv__ = partialmethod(each, operator.truediv)
 
 
-def derive(steps: Sequence[Measured], peaks: Mapping[str, float]) -> dict[str, float]:
+def derive(steps: Sequence[Measured], peaks: Mapping[str, float], num_steps: int = 0) -> dict[str, float]:
     """The metrics of these steps together, so that a logged value is no single lucky step.
 
     What is not known of every one of them is left out.
 
     Args:
         peaks: FLOP/s by dtype, as far as known.
+        num_steps: How many there are, where some are added up already.
     """
     if not steps:
         return {}
     total = steps[0] if len(steps) == 1 else add_up(steps)
-    found = rates(total, len(steps)) | utilisations(total, peaks, len(steps))
+    num_steps = num_steps or len(steps)
+    found = rates(total, num_steps) | utilisations(total, peaks, num_steps)
     for unknown in [key for key, value in found.items() if value != value]:
         del found[unknown]
     return found
@@ -96,12 +120,98 @@ def add_up(steps: Sequence[Measured]) -> Measured:
     total: dict[str, Any] = {}
     for key in set(steps[0]).intersection(*steps):
         values = [step[key] for step in steps]
-        if key in FLOP:
+        if isinstance(values[0], Mapping):
             dtypes = dict.fromkeys(chain.from_iterable(values))
             total[key] = {dtype: sum([flop.get(dtype, 0.0) for flop in values]) for dtype in dtypes}
         else:
             total[key] = sum(values)
     return total
+
+
+def work_of(law: Mapping[str, Any], amounts: Measured, convention: str, num_steps: int = 1) -> dict[str, Any]:
+    """FLOPs of steps that had so much of everything that they grow with; nothing where the law says nothing.
+
+    Args:
+        law: For "exact", "full", "hardware" and "processed" FLOPs, by dtype and field: FLOPs for one of it. The field
+            "once" is for what every step has.
+        convention: Which of them are the model's: exact or full.
+    """
+    other, processed = ("full", "processed") if convention == "exact" else ("exact", "full")
+    names = {"model_flop": convention, "hardware_flop": "hardware", "processed_flop": processed, OTHER_FLOP: other}
+    return {
+        kind: {
+            dtype: sum(flop * (num_steps if name == "once" else amounts.get(name, 0)) for name, flop in parts.items())
+            for dtype, parts in law[own].items()
+        }
+        for kind, own in names.items()
+        if law.get(own)
+    }
+
+
+def of_job(step: Measured, job: Mapping[str, float]) -> Measured:
+    """Rank 0's step as the whole job's, by how many times more FLOPs, tokens, samples and devices that has."""
+    if not job:
+        return step
+    factors = {"tokens": job["tokens"], "tokens_processed": job["tokens"], "samples": job["samples"]}
+    whole = {**step, **{name: step[name] * factor for name, factor in factors.items() if name in step}}
+    for kind in (*FLOP, OTHER_FLOP):
+        if kind in step:
+            whole[kind] = {dtype: flop * job["flop"] for dtype, flop in step[kind].items()}
+    return whole | {"device_ns": step["ns"] * job["devices"]}
+
+
+def work_columns(rows: Columns, laws: Mapping[float, Mapping[str, Any]], convention: str) -> Columns:
+    """FLOPs of rows by kind and dtype: what they hold themselves, else what follows from their laws.
+
+    Args:
+        rows: What they hold, as columns.
+        laws: By the number that rows have.
+    """
+    found = {key: values for key, values in rows.items() if key.startswith(WORK)}
+    numbers = rows.get(f"{ROW}law", array("d"))
+    by_law: dict[float, Sequence[int]] = {number: range(len(numbers)) for number in numbers[:1]}
+    if len(set(numbers)) > 1:
+        by_law = defaultdict(list)
+        for place, number in enumerate(numbers):
+            by_law[number].append(place)  # type: ignore[attr-defined]
+    for number in by_law.keys() & laws.keys():
+        places, law = by_law[number], laws[number]
+        known = {name: _at(rows[ROW + name], places) for name in FIELDS if ROW + name in rows}
+        amounts = {  # an amount that a row lacks is 0; a sum is NaN where any value is
+            name: Column([0.0 if value != value else value for value in values] if math.isnan(sum(values)) else values)
+            for name, values in known.items()
+        }
+        for kind, parts in work_of(law, amounts, convention).items():
+            for dtype, flop in parts.items():
+                values = flop.values if isinstance(flop, Column) else [flop] * len(places)
+                column = found.setdefault(f"{ROW}{kind}/{dtype}", array("d", [math.nan]) * len(numbers))
+                for place, value in zip(places, values, strict=True):
+                    column[place] = value
+    return found
+
+
+def job_columns(rows: Columns, jobs: Sequence[tuple[int, Mapping[str, float]]]) -> Columns:
+    """Rows of rank 0 as the whole job's.
+
+    Args:
+        rows: What they hold, as columns, with their FLOPs.
+        jobs: Positions, and the factors of `of_job` for the rows from there on; none for a job of one.
+    """
+    if not any(job for _, job in jobs) or f"{ROW}ns" not in rows:
+        return rows
+    ends = [*(place for place, _ in jobs[1:]), len(rows[f"{ROW}ns"])]
+    spans = [(start, stop, job) for (start, job), stop in zip(jobs, ends, strict=True)]
+    factors = {f"{ROW}{name}": name.partition("_")[0] for name in COUNTS} | {DEVICE_NS: "devices"}
+    factors |= {key: "flop" for key in rows if key.startswith(WORK[2:])}
+    whole = dict(rows)
+    for key, name in factors.items():
+        column, unknown = (rows[f"{ROW}ns"], math.nan) if name == "devices" else (rows.get(key), 1.0)
+        if column is not None:
+            parts = (column[start:stop] if not job and unknown == 1.0 else
+                     array("d", [value * job.get(name, unknown) for value in column[start:stop]])
+                     for start, stop, job in spans)  # fmt: skip
+            whole[key] = array("d", chain.from_iterable(parts))
+    return whole
 
 
 def rates(step: Measured, num_steps: int = 1) -> dict[str, Any]:
@@ -195,12 +305,15 @@ def rate_columns(rows: Mapping[str, array[float]], time: array[float], starts: S
     step = {key.removeprefix(ROW): Column(values) for key, values in rows.items() if key in MEASURED}
     if "ns" not in step:
         return {}
+    for name in COUNTS:
+        if name in step and 0.0 in step[name].values:  # what a step had none of is no metric of it
+            step[name] = Column([value or math.nan for value in step[name].values])
     found = rates(step)
     step_s, goodput = found["perf/step_time"].values, Column(())
     for start, stop in pairwise([*starts, len(time)]):
         goodput.values.extend(map(GoodputSoFar().add, time[start:stop], step_s[start:stop]))
     found["perf/goodput"] = goodput
-    return {key: tamed_column(column.values) for key, column in found.items()}
+    return {key: tamed_column(found.pop(key).values) for key in list(found)}
 
 
 def utilisation_columns(work: Columns, step_s: array[float], turns: Turns) -> Columns:
@@ -298,6 +411,18 @@ def summarise(columns: Mapping[str, Sequence[float]], steady: Sequence[int]) -> 
             if len(below) and math.isfinite(mean := sum(above) / sum(below)):
                 result[key] = mean
     return result
+
+
+def certainty(summary: Mapping[str, float]) -> str | None:
+    """How sure the MFU of a summary is, in a word that stands beside it; None where there is none."""
+    if "perf/mfu" not in summary:
+        return None
+    if summary.get("uncounted"):
+        return "at least"
+    doubt = summary.get("flop_doubt", 0.0)
+    if doubt < NO_DOUBT:
+        return "counted"
+    return f"predicted ({f'error so far {percent(doubt)}' if doubt < UNTESTED else 'not tested yet'})"
 
 
 def parts(columns: Mapping[str, Sequence[float]], key: str, places: Sequence[int], limit: float = LARGEST) -> Parts:

@@ -6,15 +6,17 @@ Every sink, the run file and the report use these keys and no others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when a reader of the old run file would misread the new one."""
 
 RUN_FILE = "run.jsonl"
+TRACE_FILE = "trace.json"
+"""The profile of the last sampled step, where `monitoring.keep_trace` keeps it."""
 
-PHASES = ("data_wait", "host_to_device", "forward", "backward", "optimizer", "other")
-"""The parts of a step; they add up to it. Pauses (evaluation, checkpoints) lie between steps."""
+PHASES = ("data_wait", "host_to_device", "forward", "backward", "optimizer", "no_grad", "other")
+"""The parts of a step; they add up to it. Pauses (evaluation, checkpoints) and named roles are no part of it."""
 
 StepMark = Literal["warmup", "observed", "profiled"]
 """Why a step does not represent the run. Marked steps are recorded, and left out of every aggregate."""
@@ -47,7 +49,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/hfu", "1", "mean", "Like perf/mfu with every FLOP that ran, recomputation included."),
     Metric("perf/mfu_processed", "1", "mean", "Like perf/mfu with padding counted as if it were work."),
     Metric("perf/model_flop", "FLOP", "sum", "FLOPs that the model's mathematics needs for the step."),
-    Metric("perf/flop_error", "1", "max", "Distance of the last predicted model FLOPs from the count that tested it."),
+    Metric("perf/flop_error", "1", "max", "Error of the last prediction that a count has tested, as a share of that."),
     Metric("perf/step_time", "s", "max", "Wall time of an optimizer step: with the wait for data, without pauses."),
     Metric("perf/steps_per_second", "1/s", "rank0", "Optimizer steps per second of step time."),
     Metric("perf/tokens_per_second", "1/s", "sum", "Tokens that are not padding, per second of step time."),
@@ -57,33 +59,28 @@ METRICS: tuple[Metric, ...] = (
         Metric(f"perf/{phase}_share", "1", "mean", f"Share of the step spent in {phase.replace('_', ' ')}.")
         for phase in PHASES
     ),
+    Metric("perf/exposed_communication_share", "1", "mean", "Share in which backward only waits for other ranks."),
     Metric(
-        "perf/exposed_communication_share",
-        "1",
-        "mean",
-        "Share of the step in which the backward pass only waits for gradients of other ranks; lies in backward's.",
-    ),
-    Metric(
-        "perf/data_wait_cpu_share",
-        "1",
-        "mean",
-        "Share of the wait for data in which the training thread itself computed; on every seventh batch.",
+        "perf/data_wait_cpu_share", "1", "mean", "Share of the wait for data in which the training thread computed."
     ),
     Metric("perf/overhead_share", "1", "mean", "Share of wall time that flopmeter itself used."),
-    Metric(
-        "perf/goodput",
-        "1",
-        "rank0",
-        "Share of the wall time since this start's first step spent in steps; the report's goodput counts starting up, "
-        "restarts and lost work, too.",
-    ),
+    Metric("perf/goodput", "1", "rank0", "Share of the wall time since this start's first step that went into steps."),
     Metric("resource/gpu_memory_bytes", "byte", "max", "Memory of the GPU in use, by all processes."),
     Metric("resource/gpu_memory_share", "1", "max", "Share of the GPU's memory in use."),
     Metric("resource/gpu_utilisation", "1", "mean", "Share of time in which any kernel ran; says little about MFU."),
     Metric("resource/gpu_power_w", "W", "sum", "Power that the GPU draws."),
     Metric("resource/gpu_temperature_c", "degree Celsius", "max", "Temperature of the GPU."),
+    Metric("resource/gpu_clock_hz", "Hz", "mean", "Clock of the GPU's multiprocessors."),
+    Metric("resource/gpu_power_limit_w", "W", "sum", "Power that the GPU may draw."),
+    Metric("resource/gpu_throttle_reasons", "", "max", "What holds the clock down, as NVML's bits; 0 for nothing."),
+    Metric("resource/memory_allocated_bytes", "byte", "max", "Memory of the device that tensors take."),
+    Metric("resource/memory_reserved_bytes", "byte", "max", "The same with what torch's allocator keeps for later."),
+    Metric("resource/memory_peak_bytes", "byte", "max", "The most that tensors took at once so far."),
+    Metric("resource/memory_total_bytes", "byte", "max", "Memory of the device."),
+    Metric("resource/host_free_bytes", "byte", "rank0", "Memory that the process may still take on the host."),
     Metric("resource/process_memory_bytes", "byte", "sum", "Resident memory of the training process."),
     Metric("resource/process_cpu_cores", "", "sum", "CPU cores that the training process keeps busy."),
+    Metric("resource/cpu_wait_share", "1", "max", "Share of time that the training thread is ready and has no core."),
     Metric("resource/num_workers", "", "sum", "Data loader workers that are alive."),
     Metric("resource/worker_cpu_cores", "", "sum", "CPU cores that the workers keep busy: workers that wait use none."),
     Metric("counter/tensor_active", "1", "rank0", "Share of cycles in which tensor pipes worked; stands beside HFU."),
@@ -108,56 +105,9 @@ METRICS: tuple[Metric, ...] = (
 
 METRICS_BY_KEY = {metric.key: metric for metric in METRICS}
 
-
-class Touched(NamedTuple):
-    """Something of the user's process that flopmeter hooks, replaces or adds to."""
-
-    name: str
-    """The full name of a function or class that is replaced; words for anything else."""
-    when: str
-    why: str
-    until: str
-
-
-_RUN, _STEP, _RANKS, _SCRIPT = "a run", "a measured step", "a job of several ranks", "flopmeter run"
-_END, _STEP_END, _EXIT = "finish_training", "the step's end", "the process ends"
-_DISTRIBUTED = "torch.distributed."
-
-TOUCHED: tuple[Touched, ...] = (
-    Touched("torch.autograd.backward", _RUN, "when a backward pass begins and ends", _END),
-    Touched("torch.cuda.make_graphed_callables", _RUN, "it refuses a model with hooks: ours go meanwhile", _END),
-    Touched("torch.cuda.graphs.make_graphed_callables", _RUN, "the same function under its other name", _END),
-    Touched("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", _RUN, "waits of the given loader", _END),
-    Touched("torch.jit._recursive.create_script_module", _RUN, "a scripted model carries no hook of ours", _END),
-    Touched("torch.nn.modules.module.Module.__getstate__", _RUN, "a pickle carries no hook; or the model's own", _END),
-    Touched("torch.autograd.profiler.profile._prepare_trace", _RUN, "ours ends where the program's begins", _END),
-    Touched("torch.autograd.profiler.profile.__exit__", _RUN, "the program's profiler has ended", _END),
-    Touched("torch.autograd._engine_run_backward", _STEP, "which work is a backward pass's", _STEP_END),
-    Touched("torch.utils.checkpoint._StopRecomputationError", _STEP, "work that recomputation left early", _STEP_END),
-    Touched("torch._dynamo.eval_frame._callback_from_stance", "torch before 2.10", "ours ends there", _STEP_END),
-    Touched("torch.nn.functional.scaled_dot_product_attention", "a count on shapes", "it runs on shapes", "the count"),
-    Touched("torch.autocast.__init__", "a count on shapes", "shapes have no autocast of their own", "the count"),
-    Touched(_DISTRIBUTED + "Work.wait", _RANKS, "time blocked in a collective", _END),
-    Touched(_DISTRIBUTED + "_functional_collectives.AsyncCollectiveTensor.wait", _RANKS, "the same", _END),
-    Touched(_DISTRIBUTED + "_functional_collectives.AsyncCollectiveTensor.trigger_wait", _RANKS, "the same", _END),
-    Touched("torch.nn.parallel.distributed.DistributedDataParallel._sync_buffers", _RANKS, "the same", _END),
-    Touched("FSDPParamGroup.wait_for_unshard", "FSDP2 on a GPU", "the device waits for weights", _END),
-    Touched("FSDPParamGroup.post_backward", "FSDP2 on a GPU", "it waits for memory of gradients", _END),
-    Touched("FSDPState._root_post_backward_final_callback", "FSDP2 on a GPU", "it waits for gradients", _END),
-    Touched("torch.amp.grad_scaler.GradScaler.step", _SCRIPT, "steps that an overflow skips", _EXIT),
-    Touched("forward hooks on the given model", _RUN, "when a forward pass begins and ends", _END),
-    Touched("forward hooks on all of its modules", _STEP, "which module does the work", _STEP_END),
-    Touched("step hooks on the given optimizer", _RUN, "when a step ends", _END),
-    Touched("torch.optim.optimizer._global_optimizer_pre_hooks", _STEP, "which work is the optimizer's", _STEP_END),
-    Touched("torch.optim.optimizer._global_optimizer_post_hooks", _STEP, "the same; all along in `run`", _STEP_END),
-    Touched("a hook on the loss", "DDP", "when the backward pass has computed", "the loss is freed"),
-    Touched("a dispatch mode, or torch's profiler", _STEP, "which operators run", _STEP_END),
-    Touched("gc.callbacks", _RUN, "time in collections of garbage", _END),
-    Touched("atexit", _RUN, "a forgotten finish_training still closes the record", _END),
-    Touched("os.register_at_fork", "import", "a forked child measures nothing", _EXIT),
-    Touched("a handler on the logger `flopmeter`", _RUN, "warnings say whose they are", _EXIT),
-    Touched("threads named `flopmeter`, `flopmeter-...`", _RUN, "files, sinks and other ranks", _END),
-    Touched("KINETO_LOG_LEVEL", "the start of a profile", "Kineto prints no line of it", "at once"),
-    Touched("sys.meta_path, PYTHONPATH, FLOPMETER_RUN", _SCRIPT, "to be there with torch", "torch is imported"),
-)
-"""All of it: `docs/what_it_touches.md` and `flopmeter doctor` show this table, and a test looks for anything else."""
+USUAL = frozenset((
+    *("training/loss", "training/lr", "training/epoch", "training/grad_norm", "global_step", "perf/mfu", "perf/hfu"),
+    *("perf/mfu_percent", "perf/step_time", "perf/steps_per_second", "perf/tokens_per_second", "perf/goodput"),
+    *("perf/samples_per_second", "perf/data_wait_share"),
+))  # fmt: skip
+"""What a sink with a page of charts gets unless more is asked for."""

@@ -7,6 +7,7 @@ inside a compiled region.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from flopmeter.devices import uses_tf32 as torch_uses_tf32
+from flopmeter.devices import uses_tf32
 from flopmeter.torch_compat import num_recompiles
 
 if TYPE_CHECKING:
     from flopmeter.flops.flop_count import FlopCount
-    from flopmeter.flops.observation import Call, Observation
+    from flopmeter.flops.observation import Observation
+    from flopmeter.flops.tally import Call
 
 MAX_PLACES = 10
 MAX_ODD = 10
@@ -30,11 +32,14 @@ MAX_LOOKS = 200
 MIN_ODD_SIZE = 128
 """Ten classes are no multiple of 8 either, and cost nothing."""
 
-OptimizerKind = Literal["fused", "foreach", "for-loop"]
-
 _READS = frozenset({"aten::_local_scalar_dense"})
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _SIZE_DEPENDS_ON_VALUES = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"})
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}
+"""Products of two matrices, and where the first of them stands among the arguments."""
+MAX_PRODUCTS = 24
+WRAPPERS = ("DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
+"""What shares a model out among ranks, as torch names it."""
 _MAY_WAIT = _READS | _COPIES | _SIZE_DEPENDS_ON_VALUES
 _PACKAGE = f"{Path(__file__).parent}/"
 _DEMO = _PACKAGE + "demo/"
@@ -54,9 +59,11 @@ class StepFacts:
     def __init__(self, device_type: str) -> None:
         self.num_ops = 0
         self.num_optimizer_ops = 0
-        self.optimizer: OptimizerKind | None = None
-        self.host_syncs: dict[str, int] = {}
-        self.places: dict[str, int] = {}
+        self.optimizer: Literal["fused", "foreach", "for-loop"] | None = None
+        self.host_syncs: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+        self.products: Counter[tuple[str, int, int, int]] = Counter()
+        """Calls by dtype, rows, columns and inner length."""
         self._device_type = device_type
         self._num_looks = 0
 
@@ -71,8 +78,18 @@ class StepFacts:
                 self.optimizer = "foreach"
             elif self.optimizer is None:
                 self.optimizer = "for-loop"
+        if op in _PRODUCTS:
+            left, right = args[_PRODUCTS[op] :][:2]
+            self.products[str(left.dtype).removeprefix("torch."), left.shape[0], right.shape[1], left.shape[1]] += 1
         if op in _MAY_WAIT and self._waits(op, args, out, is_in_optimizer):
-            self._note_sync(op)
+            self._num_looks += 1
+            if self._num_looks <= MAX_LOOKS:
+                place = _user_place(sys._getframe(1))
+                if place is None:
+                    return
+                if place in self.places or len(self.places) < MAX_PLACES:
+                    self.places[place] += 1
+            self.host_syncs[op] += 1
 
     def _waits(self, op: str, args: tuple[Any, ...], out: Any, is_in_optimizer: bool) -> bool:
         source = next((value for value in reversed(args) if isinstance(value, torch.Tensor)), None)
@@ -82,50 +99,48 @@ class StepFacts:
             return op in _READS and not is_in_optimizer  # torch's optimizers read their own step count
         return op not in _COPIES or (isinstance(out, torch.Tensor) and out.device.type == "cpu")
 
-    def _note_sync(self, op: str) -> None:
-        self._num_looks += 1
-        if self._num_looks <= MAX_LOOKS:
-            place = _user_place(sys._getframe(2))
-            if place is None:
-                return
-            if place in self.places or len(self.places) < MAX_PLACES:
-                self.places[place] = self.places.get(place, 0) + 1
-        self.host_syncs[op] = self.host_syncs.get(op, 0) + 1
-
 
 def facts_of(observation: Observation, count: FlopCount) -> dict[str, Any]:
     """The fields of the event `facts`, as far as one observed step shows them."""
     seen = observation.facts
     assert seen is not None
+    kinds = [kind for root in observation.roots for kind in type(root).__mro__]
     fields: dict[str, Any] = {
         "num_ops": seen.num_ops,
         "num_optimizer_ops": seen.num_optimizer_ops,
         "num_parameter_tensors": sum(p.requires_grad for root in observation.roots for p in root.parameters()),
         "host_syncs": dict(seen.host_syncs),
-        "host_sync_places": sorted(seen.places, key=lambda place: -seen.places[place]),
+        "host_sync_places": [place for place, _ in seen.places.most_common()],
         "odd_sizes": odd_sizes(observation.roots),
         "matmul_dtypes": dict(count.by_dtype),
-        "tf32": uses_tf32(observation.device_type),
+        "products": _largest(seen.products),
+        "tf32": uses_tf32() if observation.device_type == "cuda" else None,
         "optimizer": seen.optimizer,
+        "wrapper": next((kind.__name__ for kind in kinds if kind.__name__ in WRAPPERS), None),
         "is_compiled": observation.has_compiled,
         "num_recompiles": num_recompiles() if observation.has_compiled else None,
     }
-    attention = eager_attention(observation.calls)
-    return fields | ({"eager_attention": attention} if attention else {})
+    return fields | eager_attention(observation.calls)
 
 
-def eager_attention(calls: Iterable[Call]) -> dict[str, Any] | None:
-    """Attention that was spelled out as product, softmax, product; None when all of it went through SDPA."""
+def _largest(products: Counter[tuple[str, int, int, int]]) -> list[list[Any]]:
+    """Products of two matrices by dtype and sizes (rows, columns, inner length), with their calls; most work first."""
+    rows = sorted(products.items(), key=lambda item: -item[1] * item[0][1] * item[0][2] * item[0][3])
+    return [[*key, calls] for key, calls in rows[:MAX_PRODUCTS]]
+
+
+def eager_attention(calls: Iterable[Call]) -> dict[str, Any]:
+    """Attention that was spelled out as product, softmax, product; nothing when all of it went through SDPA."""
     found = {
         id(call.pairs): call
         for call in calls
         if call.phase == "forward" and not call.is_attention and call.pairs is not None and call.pairs.is_spelled_out
     }
     if not found:
-        return None
+        return {}
     modules = dict.fromkeys(call.frame.path for call in found.values())
     length = max(call.pairs.num_keys for call in found.values() if call.pairs is not None)
-    return {"calls": len(found), "length": length, "modules": list(modules)[:MAX_MODULES]}
+    return {"eager_attention": {"calls": len(found), "length": length, "modules": list(modules)[:MAX_MODULES]}}
 
 
 def odd_sizes(roots: Iterable[nn.Module]) -> list[dict[str, Any]]:
@@ -138,11 +153,6 @@ def odd_sizes(roots: Iterable[nn.Module]) -> list[dict[str, Any]]:
         if size % 8 and size >= MIN_ODD_SIZE
     ]
     return found[:MAX_ODD]
-
-
-def uses_tf32(device_type: str) -> bool | None:
-    """Whether float32 products may run as TF32; None off CUDA."""
-    return torch_uses_tf32() if device_type == "cuda" else None
 
 
 def _user_place(frame: FrameType | None) -> str | None:

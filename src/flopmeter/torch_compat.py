@@ -14,7 +14,7 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from importlib import import_module
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -53,6 +53,11 @@ dispatch_mode: Callable[[], Any] = _get_current_dispatch_mode
 """The innermost mode that is on, or None."""
 
 
+def dispatch_modes() -> list[Any]:
+    """All that are on this thread's stack."""
+    return [torch._C._get_dispatch_stack_at(place) for place in range(num_dispatch_modes())]
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether the program sees what is saved for a backward pass here. Early versions do not tell: perhaps."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -80,6 +85,10 @@ BACKWARD_ENGINE = (torch.autograd, "_engine_run_backward")
 """`backward()` and `grad()` both call the engine through this name."""
 STOP_RECOMPUTATION = "_StopRecomputationError"
 """Of `torch.utils.checkpoint`: how a recomputation ends early. Without it a product that was left early counts."""
+REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""Its autograd node: what runs in it is a part of the forward pass, once more."""
+RECOMPUTATION = (checkpoint, "_recomputation_hook")
+"""The context in which a checkpoint that is not reentrant runs its part again."""
 SCRIPTING: tuple[tuple[Any, str], ...] = (
     (getattr(torch.jit, "_recursive", None), "create_script_module"),
     (torch.jit, "script"),
@@ -336,15 +345,20 @@ def pause_profiler_here() -> None:
     torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
 
 
-def kineto_settings_thread() -> tuple[Any, Any]:
-    """Functions of kineto's, by their names in C++: what owns the thread that reads its settings, and what ends it.
+@cache
+def kineto_thread_end() -> Callable[[], None] | None:
+    """Ends the thread that kineto starts with its first session, to read its settings again now and then.
 
-    Raises:
-        OSError, AttributeError: This torch has them not.
+    Found by its names in C++; None where this torch has them not.
     """
-    library = ctypes.PyDLL(torch._C.__file__)  # which knows the names of all libraries that it was linked with
     loader = "_ZN9libkineto12ConfigLoader"
-    return getattr(library, f"{loader}8instanceEv"), getattr(library, f"{loader}10stopThreadEv")
+    try:
+        library = ctypes.PyDLL(torch._C.__file__)  # which knows the names of all libraries that it was linked with
+        instance, stop = getattr(library, f"{loader}8instanceEv"), getattr(library, f"{loader}10stopThreadEv")
+    except (OSError, AttributeError):
+        return None
+    instance.restype, stop.argtypes, stop.restype = ctypes.c_void_p, [ctypes.c_void_p], None
+    return lambda: stop(instance())
 
 
 def make_profiler(*, with_shapes: bool, with_kernels: bool) -> _profiler.profile:

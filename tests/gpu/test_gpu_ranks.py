@@ -87,7 +87,7 @@ def test_a_model_on_several_gpus_of_one_process_is_counted_whole(tmp_path: Path)
 SECOND_GPU = """
 import torch
 from torch import nn
-from flopmeter.profiling.sampled import SampledStep
+from flopmeter.profiling.profiler_guard import SampledStep
 model = nn.Linear(64, 64).to("cuda:1")
 batch = torch.randn(8, 64, device="cuda:1")
 def step():

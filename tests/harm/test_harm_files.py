@@ -128,7 +128,7 @@ OLD_FILES = {
     "not UTF-8": "old.write_bytes(HEADER + b'\\xff\\xfe\\n')",
     "nested": "old.write_bytes(HEADER + b'[' * 200_000)",
     "one huge line": "old.write_bytes(b'x' * (9 << 20))",
-    "another schema": "old.write_bytes(HEADER.replace(b'1', b'77', 1) + b'the old one\\n')",
+    "another schema": "old.write_bytes(HEADER.replace(b'2', b'77', 1) + b'the old one\\n')",
     "no JSON": "old.write_bytes(b'\\x00' * 1000)",
     "a folder": "old.mkdir()",
     "full": "old.symlink_to('/dev/full')",
@@ -136,7 +136,7 @@ OLD_FILES = {
     "a pipe": "os.mkfifo(old)",
 }
 RESUME = """
-HEADER = b'{"schema": 1, "kind": "header", "started_at": 1000000000}\\n'
+HEADER = b'{"schema": 2, "kind": "header", "started_at": 1000000000}\\n'
 for name, action in json.loads(Path("cases.json").read_text()).items():
     OUT = Path(name)
     OUT.mkdir()
@@ -526,7 +526,7 @@ print(len(flopmeter.load_run(OUT)))
 
 def many_steps(path: Path, num_steps: int) -> None:
     path.mkdir()
-    lines: list[dict[str, Any]] = [{"kind": "header", "schema": 1, "started_at": 1e9}]
+    lines: list[dict[str, Any]] = [{"kind": "header", "schema": 2, "started_at": 1e9}]
     lines += [{"kind": "step", "step": n, "time": 1e9 + n, "metrics": {"training/loss": 1.0}} for n in range(num_steps)]
     (path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

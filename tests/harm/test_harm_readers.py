@@ -23,7 +23,7 @@ from flopmeter.cli import main
 
 STARTED_AT = 1_700_000_000.0
 HEADER = {
-    "kind": "header", "schema": 1, "run_id": "a1", "started_at": STARTED_AT, "host": "node7", "model": "GPT",
+    "kind": "header", "schema": 2, "run_id": "a1", "started_at": STARTED_AT, "host": "node7", "model": "GPT",
     "num_parameters": 1000, "device": "cpu", "mode": "smart", "convention": "exact", "world_size": 1,
     "peak": {"fp32": {"device": "Test CPU", "flop_per_s": 1e12, "source": "measured", "note": ""}},
     "versions": {"flopmeter": "0.1.0", "torch": "2.13.0"},
@@ -94,9 +94,9 @@ def assert_sound(answer: Answer) -> None:
 # A mistake of ours
 
 BROKEN = """
-import json, sys
+import flopmeter.diagnosis, flopmeter.report._model
 def fail(*_, **__): raise ZeroDivisionError("a part that nobody\\nforesaw")
-json.dumps = fail
+flopmeter.diagnosis.diagnose = flopmeter.report._model.diagnose = fail
 from flopmeter.cli import main
 main()
 """
@@ -106,7 +106,7 @@ main()
 def test_a_mistake_of_ours_is_one_line_that_says_so(tmp_path: Path, is_debugged: bool) -> None:
     run = write(tmp_path, lines_of_a_run())
     debug = ["--debug"] if is_debugged else []
-    arguments = [sys.executable, "-c", BROKEN, *debug, "diagnose", str(run), "--json"]
+    arguments = [sys.executable, "-c", BROKEN, *debug, "report", str(run), "--json"]
     answer = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     *before, last = answer.stderr.splitlines()
     assert answer.returncode == 1
@@ -141,7 +141,7 @@ def test_steps_with_absurd_numbers_are_read(tmp_path: Path, ask: Ask, key: str, 
     for arguments in (
         ("report", absurd, "-o", tmp_path / "page.html"),
         ("report", absurd, "--json"),
-        ("diagnose", absurd),
+        ("report", absurd, "--format", "md"),
         ("compare", sound, absurd),
         ("compare", absurd, sound, "--json"),
     ):
@@ -209,7 +209,7 @@ def test_whatever_a_run_file_holds_every_reader_ends_in_an_answer_or_a_line(
     sound = write(tmp_path / "sound", lines_of_a_run())
     for number in range(6):
         run = write(tmp_path / str(number), mutated(source))
-        assert_sound(ask("diagnose", run))
+        assert_sound(ask("report", run, "--json"))
         assert_sound(ask("report", run, "-o", tmp_path / "page.html"))
         assert_sound(ask("compare", *source.sample((sound, run), 2)))
 
@@ -217,7 +217,7 @@ def test_whatever_a_run_file_holds_every_reader_ends_in_an_answer_or_a_line(
 # Files that are none
 
 READERS = [
-    ("report", "{file}", "--json"), ("diagnose", "{file}"), ("compare", "{file}", "{file}"), ("trace", "{file}"),
+    ("report", "{file}", "--json"), ("report", "{file}", "{file}"), ("compare", "{file}", "{file}"),
     ("mfu", "--model", "{file}", "--seq", "8", "--gpus", "1", "--tokens-per-second", "1", "--peak-flop-per-s", "1e12"),
     ("count", "{file}"),
 ]  # fmt: skip
@@ -227,27 +227,18 @@ def little_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 
 
-@pytest.fixture(params=["a pipe", "a pipe in a folder", "a device", "a folder", "a long hole"])
-def no_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Something that is not an ordinary file, or an ordinary one of 100 GB that holds nothing."""
-    path = tmp_path / "config.json"
-    if request.param == "a pipe":
-        os.mkfifo(path)
-    elif request.param == "a pipe in a folder":
-        path.mkdir()
-        os.mkfifo(path / "run.jsonl")
-        os.mkfifo(path / "config.json")
-    elif request.param == "a device":
-        path.symlink_to("/dev/zero")
-    elif request.param == "a folder":
-        path.mkdir()
-        (path / "run.jsonl").mkdir()
-        (path / "config.json").mkdir()
-    else:
-        path = tmp_path / "run.jsonl"
-        with path.open("wb") as file:
-            file.truncate(100 << 30)
-    return path
+def no_files(folder: Path) -> dict[str, Path]:
+    """What is not an ordinary file, and an ordinary one of 100 GB that holds nothing."""
+    found = {name: folder / name for name in ("a pipe", "a pipe in a folder", "a device", "a folder", "run.jsonl")}
+    os.mkfifo(found["a pipe"])
+    found["a device"].symlink_to("/dev/zero")
+    for name in ("run.jsonl", "config.json"):
+        for kind, make in (("a pipe in a folder", os.mkfifo), ("a folder", os.mkdir)):
+            found[kind].mkdir(exist_ok=True)
+            make(found[kind] / name)
+    with found["run.jsonl"].open("wb") as file:
+        file.truncate(100 << 30)
+    return found
 
 
 EACH = """
@@ -264,24 +255,27 @@ for line in json.loads(sys.argv[1]):
 """
 
 
-def test_what_is_no_ordinary_file_is_refused_at_once(no_file: Path) -> None:
-    """In processes of their own: on a pipe a reader would wait for ever, and from a hole read for minutes."""
-    arguments = [[text.format(file=no_file) for text in reader] for reader in READERS]
-    if no_file.name == "run.jsonl":
-        arguments = arguments[:3] + arguments[4:]  # a trace may be so long: 32 GB are read before it is refused
+def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path: Path) -> None:
+    """In a process of its own: on a pipe a reader would wait for ever, and from a hole read for minutes."""
+    arguments = [
+        [text.format(file=path) for text in reader]
+        for kind, path in no_files(tmp_path).items()
+        for reader in READERS
+        if (kind, reader[0]) != ("run.jsonl", "trace")  # a trace may be so long: 32 GB are read before it is refused
+    ]
     answer = subprocess.run(
         [sys.executable, "-c", EACH, json.dumps(arguments)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
         preexec_fn=little_memory,
     )
     found = [json.loads(line) for line in answer.stdout.splitlines()]
     assert [name for name, _, _ in found] == [line[0] for line in arguments], answer.stderr
-    for name, code, err in found:
-        assert code in (1, 2), name
-        assert re.fullmatch(r"flopmeter: error: .+\n", err), (name, err)
+    for (_, code, err), line in zip(found, arguments, strict=True):
+        assert code in (1, 2), line
+        assert re.fullmatch(r"flopmeter: error: .+\n", err), (line, err)
         assert len(err) < 600
 
 

@@ -20,25 +20,25 @@ from flopmeter import __version__
 from flopmeter.errors import ConfigError, FlopmeterError
 
 _EPILOG = "Start with:  flopmeter demo"
+_GROUPS = {
+    **dict.fromkeys(("demo", "run", "try"), "Measure"),
+    **dict.fromkeys(("report", "compare", "serve"), "Read"),
+    **dict.fromkeys(("count", "mfu", "peak", "doctor"), "Look up"),
+}
+"""Headings of the help, by subcommand, in their order."""
 
 
 def build_app() -> typer.Typer:
     """The command-line application with every subcommand of this folder."""
     app = typer.Typer(
-        name="flopmeter",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
-        epilog=_EPILOG,
+        name="flopmeter", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich", epilog=_EPILOG
     )
-    app.callback()(_options)
-    for module in iter_modules(__path__):
-        if not module.name.startswith("_"):
-            name = module.name.replace("_", "-")
-            plugin = import_module(f"{__name__}.{module.name}")
-            kind, settings = getattr(plugin, "Command", None), getattr(plugin, "CONTEXT_SETTINGS", None)
-            app.command(name, cls=kind, no_args_is_help=False, context_settings=settings)(plugin.command)
+    app.callback()(_app_options)
+    found = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
+    for name in sorted(found, key=lambda name: (*_GROUPS, name).index(name)):
+        plugin = import_module(f"{__name__}.{name}")
+        kind, settings = getattr(plugin, "Command", None), getattr(plugin, "CONTEXT_SETTINGS", None)
+        app.command(name, cls=kind, context_settings=settings, rich_help_panel=_GROUPS.get(name))(plugin.command)
     return app
 
 
@@ -48,7 +48,7 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-def _options(
+def _app_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from msgspec import structs
 
+from flopmeter.cli._options import Convention, Json, Peaks, mended, written
 from flopmeter.errors import ConfigError, FlopmeterError
-from flopmeter.text import percent
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from flopmeter.compare import Comparison
-    from flopmeter.compare.condition import Condition
-    from flopmeter.record import Run
-
-_STYLES = {"better": "green", "worse": "red", "gone": "green", "new": "red"}
 
 
 def command(
@@ -32,181 +26,96 @@ def command(
         typer.Option(help="Exit with 1 when this is true of a run: 'mfu < 0.95 * baseline'. May be repeated."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the comparison as a page.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also the metrics that did not change.")] = False,
+    json: Json = False,
+    format: Annotated[
+        Literal["text", "md"], typer.Option("--format", help="md: a Markdown table, for a pull request's comment.")
+    ] = "text",
+    peak_flop_per_s: Peaks = None,
+    convention: Convention = None,
 ) -> None:
-    """Hold runs against the first: figures, noise, findings that came and went, settings that differ.
+    """Compare runs with a baseline: metrics with confidence intervals, findings, settings.
 
     Example: flopmeter compare runs/before runs/after --fail-if "mfu < 0.95 * baseline"
 
     --fail-if knows mfu, hfu, step_time, step_time_median, step_time_p95,
     steps_per_second, tokens_per_second, samples_per_second, goodput,
     model_flop, data_wait_share and the other shares; numbers, + - * / and
-    one comparison. baseline is the same figure of the first run,
-    baseline.hfu a named one of it.
+    one comparison. baseline is the same metric of the first run,
+    baseline.hfu a named one of it. What the noise of the steps may have made
+    fails no run: the condition must hold for the change's whole interval.
     """
     from rich.console import Console
 
-    conditions = _parse_conditions(fail_if or [])
-    if len(runs) < 2:
-        raise typer.BadParameter("give at least two runs: the first is the baseline")
-    talk = Console(stderr=True)
-    loaded = _load(runs, talk)
-    with talk.status("Comparing ..."):
-        from flopmeter.compare import compare
-
-        comparison = compare(loaded)
-    if json:
-        typer.echo(json_format.dumps(comparison.as_dict(), allow_nan=False))
-    else:
-        _print(comparison)
-    if output is not None:
-        _write_page(output, comparison, loaded)
-        talk.print(f"Page: {output}", soft_wrap=True, markup=False, highlight=False)
-    _demand(conditions, comparison)
-
-
-def _parse_conditions(texts: list[str]) -> list[Condition]:
-    from flopmeter.compare.condition import parse_condition
+    from flopmeter.compare.condition import UnknownFigureError, parse_condition
     from flopmeter.compare.quantities import NAMES
 
     try:
-        return [parse_condition(text, NAMES) for text in texts]
+        conditions = [parse_condition(text, NAMES) for text in fail_if or []]
     except ConfigError as error:
         raise typer.BadParameter(f"--fail-if: {error}") from None
+    if len(runs) < 2:
+        raise typer.BadParameter("give at least two runs: the first is the baseline")
+    talk = Console(stderr=True)
+    with talk.status("Reading the runs ..."):
+        from flopmeter.compare import compare
+        from flopmeter.traces import load_any
+
+        loaded = [mended(load_any(run), peak_flop_per_s, convention) for run in runs]
+        comparison = compare(loaded)
+    verdicts, unknown = [], None
+    for condition, place in product(conditions, range(1, len(loaded))):
+        try:
+            verdicts.append(condition.judge(comparison, place))
+        except UnknownFigureError as error:
+            said = f"--fail-if {condition.text!r} cannot be checked for {comparison.names[place]}: {error}"
+            unknown = unknown or FlopmeterError(said)
+    if json:
+        gate = [structs.asdict(verdict) for verdict in verdicts]
+        typer.echo(json_format.dumps(comparison.as_dict() | {"conditions": gate}, allow_nan=False))
+    elif format == "md":
+        from flopmeter.report._compare import comparison_markdown
+
+        typer.echo(comparison_markdown(comparison, verdicts))
+    else:
+        _print(comparison, everything)
+    if output is not None:
+        from flopmeter.report._compare import comparison_document
+        from flopmeter.report._model import timeline_of
+
+        written("the page", comparison_document(comparison, [timeline_of(run) for run in loaded]), output)
+        talk.print(f"Page: {output}", soft_wrap=True, markup=False, highlight=False)
+    if unknown is not None:
+        raise unknown
+    failed = [verdict for verdict in verdicts if verdict.verdict == "fails"]
+    for verdict in failed or verdicts:
+        said = f"{verdict.condition} ({verdict.left:.6g} against {verdict.right:.6g})"
+        if verdict.verdict == "fails":
+            raise FlopmeterError(f"{verdict.run} fails: {said}")
+        if verdict.verdict == "within noise":
+            talk.print(f"{verdict.run}: {said}, within noise: not failed", soft_wrap=True, markup=False)
 
 
-def _load(paths: list[Path], talk: Console) -> list[Run]:
-    from flopmeter.traces import load_any
+def _print(comparison: Comparison, everything: bool) -> None:
+    from rich.text import Text
 
-    loaded = []
-    for path in paths:
-        with talk.status(f"Reading {path.name} ..."):
-            loaded.append(load_any(path))
-    return loaded
+    from flopmeter.report._compare import BAD, GOOD, Cell, sections, sentences
+    from flopmeter.report._terminal import grid_of, make_console
+    from flopmeter.text import clean
 
+    def told(cell: Cell) -> Text:
+        style = "green" if cell.verdict in GOOD else "red" if cell.verdict in BAD else "dim"
+        return Text.assemble(cell.value, (f"  {cell.told}".rstrip(), style))
 
-def _print(comparison: Comparison) -> None:
-    from rich.console import Console
-
-    from flopmeter.report import _compare_words as words
-
-    console = Console()
-    for place in range(1, len(comparison.names)):
-        console.print(words.headline(comparison, place), style="bold", markup=False, highlight=False)
-        if told := words.prediction_text(comparison, place):
-            console.print(told, markup=False, highlight=False)
-    console.print(_figures_table(comparison))
-    if comparison.parts:
-        console.print(_parts_table(comparison))
-    if comparison.symptoms:
-        console.print(_symptoms_table(comparison))
-    if comparison.settings:
-        console.print(_settings_table(comparison))
+    console = make_console()
+    for text in sentences(comparison):
+        console.print(Text(text, style="bold"))
+    for section in sections(comparison):
+        columns = (section.title, *(f"{clean(name, 60)}#" for name in comparison.names))
+        rows = section.rows + (section.more if everything else ())
+        console.print()
+        console.print(grid_of(columns, ((label, *map(told, cells)) for label, _, cells in rows)))
+        if section.more and not everything:
+            console.print(Text(f"  {len(section.more)} more metrics with --all", style="dim"))
     for note in comparison.notes:
-        console.print(f"Note: {note}.", markup=False, highlight=False)
-
-
-def _figures_table(comparison: Comparison) -> Table:
-    from rich.text import Text
-
-    from flopmeter.report import _compare_words as words
-
-    has_room = len(comparison.names) == 2
-    heading = f"Change ({percent(comparison.confidence, 0)} interval)" if has_room else "Change"
-    table = _table("Figure", comparison.names, heading)
-    for row in comparison.rows:
-        cells: list[Any] = [row.quantity.label]
-        for value, change in zip(row.values, row.changes, strict=True):
-            cells.append(words.value_text(row.quantity, value))
-            verdict, bounds = words.verdict_text(change), words.interval_text(row.quantity, change)
-            texts = (words.change_text(row.quantity, change), f"({bounds})" if bounds and has_room else "", verdict)
-            cells.append(Text(" ".join(filter(None, texts)), style=_STYLES.get(verdict, "")))
-        table.add_row(cells[0], cells[1], *cells[3:])
-    return table
-
-
-def _parts_table(comparison: Comparison) -> Table:
-    from flopmeter.text import percent, points
-    from flopmeter.waterfall import LABELS
-
-    table = _table("Where the time went", comparison.names, "Change")
-    for name, shares in comparison.parts.items():
-        cells = [LABELS.get(name, name), percent(shares[0])]
-        for share in shares[1:]:
-            cells += [percent(share), "" if share is None or shares[0] is None else points(share - shares[0])]
-        if any(shares):
-            table.add_row(*cells)
-    return table
-
-
-def _symptoms_table(comparison: Comparison) -> Table:
-    from rich.text import Text
-
-    from flopmeter.report import _compare_words as words
-    from flopmeter.text import percent
-
-    table = _table("Findings: time lost", comparison.names, "")
-    for symptom in comparison.symptoms:
-        cells: list[Any] = [Text(words.rule_text(symptom.rule)), _or_dash(symptom.lost[0], percent)]
-        for lost in symptom.lost[1:]:
-            fate = words.fate_text(symptom.lost[0], lost)
-            cells += [_or_dash(lost, percent), Text(fate, style=_STYLES.get(fate, ""))]
-        table.add_row(*cells)
-    return table
-
-
-def _settings_table(comparison: Comparison) -> Table:
-    from rich.text import Text
-
-    from flopmeter.text import clean
-
-    table = _table("Settings that differ", comparison.names, None)
-    for name, values in comparison.settings.items():
-        table.add_row(Text(clean(name)), *(Text(_or_dash(value, clean)) for value in values))
-    return table
-
-
-def _or_dash(value: Any, write: Callable[[Any], str]) -> str:
-    return "-" if value is None else write(value)
-
-
-def _table(first: str, names: Sequence[str], change: str | None) -> Table:
-    """A column for each run, and one for its change where there is something to say of it."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from flopmeter.text import clean
-
-    table = Table(box=box.SIMPLE)
-    table.add_column(first)
-    for place, name in enumerate(names):
-        table.add_column(Text(clean(name, 60)), justify="right", overflow="fold")
-        if place and change is not None:
-            table.add_column(change, justify="left")
-    return table
-
-
-def _write_page(path: Path, comparison: Comparison, runs: Sequence[Run]) -> None:
-    from flopmeter.report import write_text
-    from flopmeter.report._compare_page import comparison_page
-    from flopmeter.report._series import series_of
-
-    try:
-        write_text(comparison_page(comparison, [series_of(run) for run in runs]), path)
-    except OSError as error:
-        raise FlopmeterError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _demand(conditions: Sequence[Condition], comparison: Comparison) -> None:
-    """One line for the first condition that a run meets, or that nobody can check; exit code 1 then."""
-    from flopmeter.compare.condition import UnknownFigureError
-
-    for condition in conditions:
-        for place, name in enumerate(comparison.names[1:], start=1):
-            try:
-                left, right = condition.sides(comparison.figures(place), comparison.figures(0))
-            except UnknownFigureError as error:
-                raise FlopmeterError(f"--fail-if {condition.text!r} cannot be checked for {name}: {error}") from None
-            if condition.holds(left, right):
-                raise FlopmeterError(f"{name} fails: {condition.text} ({left:.6g} against {right:.6g})")
+        console.print(Text(f"Note: {clean(note, 300)}."))

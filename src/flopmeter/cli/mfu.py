@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flopmeter.cli._choice import choose
-from flopmeter.cli._peak import stated_peak, with_cure
+from flopmeter.cli._options import Json, choose, stated_peak, with_fix
 from flopmeter.conventions import (
     CONVENTIONS,
     LARGEST_SIZE,
@@ -24,32 +23,7 @@ from flopmeter.conventions import (
 from flopmeter.errors import ConfigError, UnknownDeviceError, did_you_mean
 from flopmeter.text import percent, plural, rate, utilisation
 
-_CURE = "give --peak-flop-per-s instead of --device, or a name that flopmeter devices lists"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """What one published line says about a run."""
-
-    arch: Architecture
-    seq: int
-    tokens_per_s: float
-    """Of the whole job."""
-    gpus: int
-    peak: dict[str, Any]
-    """`flop_per_s` of one GPU, with its dtype, device, source and note."""
-    recompute: Recompute
-
-    def model_flop_per_s(self, convention: str) -> float:
-        """Of one GPU."""
-        return self._per_gpu(CONVENTIONS[convention].model_flop_per_token(self.arch, self.seq))
-
-    def hardware_flop_per_s(self, convention: str) -> float:
-        """Of one GPU."""
-        return self._per_gpu(CONVENTIONS[convention].hardware_flop_per_token(self.arch, self.seq, self.recompute))
-
-    def _per_gpu(self, flop_per_token: float) -> float:
-        return flop_per_token * self.tokens_per_s / self.gpus
+_FIX = "give --peak-flop-per-s instead of --device, or a name that flopmeter peak --list shows"
 
 
 def command(
@@ -58,10 +32,7 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="A config.json, its folder, or a name such as llama-3.1-8b.")
     ] = None,
-    arch: Annotated[
-        str | None,
-        typer.Option(help="The sizes, as layers=32,hidden=4096,... (see above)."),
-    ] = None,
+    arch: Annotated[str | None, typer.Option(help="The sizes, as layers=32,hidden=4096,... (see above).")] = None,
     tokens_per_second: Annotated[float | None, typer.Option(help="Of the whole job, not of one GPU.")] = None,
     step_time: Annotated[float | None, typer.Option(help="Seconds of a step; needs --global-batch.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences in a step, of the whole job.")] = None,
@@ -75,7 +46,7 @@ def command(
     recompute: Annotated[
         str, typer.Option(help="Activation recomputation: none, full or selective. For HFU.")
     ] = "none",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """MFU and HFU of a run that somebody published, under every named convention.
 
@@ -89,19 +60,15 @@ def command(
     """
     _positive("--seq", seq)
     _positive("--gpus", gpus)
-    run = _Run(
-        arch=_find_architecture(model, arch),
-        seq=seq,
-        tokens_per_s=_find_throughput(tokens_per_second, step_time, global_batch, seq),
-        gpus=gpus,
-        peak=_find_peak(device, peak_flop_per_s, dtype),
-        recompute=choose("--recompute", recompute, RECOMPUTE_MODES),
-    )
-    result = _describe(run)
+    sizes = _find_architecture(model, arch)
+    tokens_per_s = _find_throughput(tokens_per_second, step_time, global_batch, seq)
+    peak = _find_peak(device, peak_flop_per_s, dtype)
+    mode = choose("--recompute", recompute, RECOMPUTE_MODES)
+    result = _describe(sizes, seq, gpus, tokens_per_s, peak, mode)
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        _print_table(run, result)
+        _print_table(result)
     if result["warning"]:
         typer.echo(result["warning"], err=True)
 
@@ -178,7 +145,7 @@ def _find_peak(device: str | None, peak_flop_per_s: float | None, dtype: str) ->
     except ConfigError as error:
         raise typer.BadParameter(f"--dtype: {error}") from None
     except UnknownDeviceError as error:
-        raise with_cure(error, _CURE) from None
+        raise with_fix(error, _FIX) from None
     return {key: getattr(peak, key) for key in ("flop_per_s", "dtype", "device", "source", "note")}
 
 
@@ -188,76 +155,60 @@ def _positive(option: str, value: float) -> float:
     return value
 
 
-def _describe(run: _Run) -> dict[str, Any]:
-    peak = run.peak["flop_per_s"]
-    mfu = {name: run.model_flop_per_s(name) / peak for name in CONVENTIONS}
-    hfu = {name: run.hardware_flop_per_s(name) / peak for name in CONVENTIONS}
-    arch = run.arch
+def _describe(
+    arch: Architecture, seq: int, gpus: int, tokens_per_s: float, peak: dict[str, Any], recompute: Recompute
+) -> dict[str, Any]:
+    """MFU and HFU of one GPU under every convention, and what they follow from."""
+    tokens_per_gpu = tokens_per_s / gpus
+    rates = {name: rule.model_flop_per_token(arch, seq) * tokens_per_gpu for name, rule in CONVENTIONS.items()}
+    hardware = {
+        name: rule.hardware_flop_per_token(arch, seq, recompute) * tokens_per_gpu for name, rule in CONVENTIONS.items()
+    }
+    mfu, hfu = ({name: value / peak["flop_per_s"] for name, value in of.items()} for of in (rates, hardware))
+    impossible = (
+        f"impossible: {percent(hfu['exact'])} of the peak. Likely the run had more GPUs than --gpus, a faster dtype or "
+        "device than the peak is for, tokens per second that count padding, or other sizes"
+    )
     sizes = {key: value for key, value in asdict(arch).items() if value or isinstance(value, bool)}
     return {
         "mfu": mfu["exact"],
         "hfu": hfu["exact"],
-        "flop_per_s_per_gpu": run.model_flop_per_s("exact"),
-        "hardware_flop_per_s_per_gpu": run.hardware_flop_per_s("exact"),
+        "flop_per_s_per_gpu": rates["exact"],
+        "hardware_flop_per_s_per_gpu": hardware["exact"],
         "conventions": {name: mfu[name] for name in NAMED},
         "other_conventions": {name: mfu[name] for name in mfu if name not in NAMED},
         "hfu_conventions": hfu,
-        "warning": _explain_impossible(hfu["exact"]),
-        "recompute": run.recompute,
-        "tokens_per_s": run.tokens_per_s,
-        "seq": run.seq,
-        "gpus": run.gpus,
-        "peak": run.peak,
+        "warning": impossible if hfu["exact"] > 1 else None,
+        "recompute": recompute,
+        "tokens_per_s": tokens_per_s,
+        "seq": seq,
+        "gpus": gpus,
+        "peak": peak,
         "arch": {**sizes, "kv_heads": arch.kv_heads or arch.heads, "head_dim": arch.head_channels},
         "matmul_params": arch.num_matmul_params,
         "params": arch.num_params,
     }
 
 
-def _explain_impossible(hfu: float) -> str | None:
-    if hfu <= 1:
-        return None
-    return (
-        f"impossible: {percent(hfu)} of the peak. Likely the run had more GPUs than --gpus, a faster dtype or device "
-        "than the peak is for, tokens per second that count padding, or other sizes"
-    )
+def _print_table(result: dict[str, Any]) -> None:
+    from flopmeter.report._terminal import grid_of, make_console
 
-
-def _whose(peak: dict[str, Any]) -> str:
-    """The device that the peak is of, and who says so where that is not the table."""
-    if not peak["device"]:
-        return "given"
-    return f"{peak['device']}; peak {peak['note']}" if peak["source"] == "user" else str(peak["device"])
-
-
-def _print_table(run: _Run, result: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    peak, arch = run.peak, run.arch
+    console, peak, mfu = make_console(), result["peak"], result["conventions"] | result["other_conventions"]
+    is_stated = peak["source"] == "user"
+    whose = f"{peak['device']}; peak {peak['note']}" if peak["device"] and is_stated else peak["device"] or "given"
     console.print(
-        f"{run.tokens_per_s:,.0f} tokens/s on {plural(run.gpus, 'GPU')} "
-        f"of {rate(peak['flop_per_s'], 6)} "
-        f"({peak['dtype']}, {_whose(peak)}); N = {arch.num_params:,}, P = {arch.num_matmul_params:,}, "
-        f"seq {run.seq}, recompute {run.recompute}. TFLOP/s are model FLOPs of one GPU.",
-        highlight=False,
-        markup=False,
+        f"{result['tokens_per_s']:,.0f} tokens/s on {plural(result['gpus'], 'GPU')} of {rate(peak['flop_per_s'], 6)} "
+        f"({peak['dtype']}, {whose}); N = {result['params']:,}, P = {result['matmul_params']:,}, "
+        f"seq {result['seq']}, recompute {result['recompute']}. TFLOP/s are model FLOPs of one GPU."
     )
-    if peak["note"] and peak["source"] != "user":
-        console.print(f"peak: {peak['note']}", highlight=False, markup=False)
-    table = Table(box=box.SIMPLE)
-    table.add_column("convention", no_wrap=True)
-    for heading in ("MFU", "HFU", "TFLOP/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("charges: used by")
-    for name, convention in CONVENTIONS.items():
-        table.add_row(
-            name,
-            utilisation((result["conventions"] | result["other_conventions"])[name]),
-            utilisation(result["hfu_conventions"][name]),
-            f"{run.model_flop_per_s(name) / 1e12:.1f}",
-            f"{convention.meaning}: {convention.used_by}",
+    if peak["note"] and not is_stated:
+        console.print(f"peak: {peak['note']}")
+    rows = (
+        (
+            *(name, utilisation(mfu[name]), utilisation(result["hfu_conventions"][name])),
+            f"{mfu[name] * peak['flop_per_s'] / 1e12:.1f}",
+            f"{rule.meaning}: {rule.used_by}",
         )
-    console.print(table)
+        for name, rule in CONVENTIONS.items()
+    )
+    console.print(grid_of(("convention", "MFU#", "HFU#", "TFLOP/s#", "counts: used by"), rows))

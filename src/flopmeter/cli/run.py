@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, get_args
 import typer
 from typer.core import TyperCommand
 
-from flopmeter.cli._choice import choose
+from flopmeter.cli._options import choose
 from flopmeter.errors import ConfigError, FlopmeterError, refuse_old_torch
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -38,8 +38,7 @@ class Command(TyperCommand):
 
 def command(
     program: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT|-m MODULE [ARGS]...", help="What python would be given."),
+        list[str] | None, typer.Argument(metavar="SCRIPT|-m MODULE [ARGS]...", help="What python would be given.")
     ] = None,
     output_dir: Annotated[
         Path | None,
@@ -48,6 +47,9 @@ def command(
     config: Annotated[str | None, typer.Option("--config", help="Settings: a YAML file or a preset.")] = None,
     mode: Annotated[str | None, typer.Option(help="smart, estimate, profiler or hybrid.")] = None,
     sinks: Annotated[str | None, typer.Option(help="Where numbers go meanwhile, such as console,tensorboard.")] = None,
+    keep_trace: Annotated[
+        bool, typer.Option("--keep-trace", help="Keep the profile of the last sampled step: trace.json, for Perfetto.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing at the end.")] = False,
 ) -> None:
     """Run a training script unchanged and measure it. Options of ours come before the script's name.
@@ -60,7 +62,7 @@ def command(
     """
     arguments = _checked(program or [])
     if mode is not None:
-        from flopmeter.config.values import Mode
+        from flopmeter.config.sections import Mode
 
         choose("--mode", mode, get_args(Mode))
     environment = dict(os.environ)
@@ -68,7 +70,7 @@ def command(
         refuse_old_torch()
         settings = {
             "output_dir": str((output_dir or _default_folder(arguments)).absolute()),
-            "config": _settings(config, mode, sinks),
+            "config": _settings(config, mode, sinks, keep_trace=keep_trace),
             "is_quiet": quiet,
         }
         _arrange(environment, settings)
@@ -89,9 +91,10 @@ def _default_folder(program: list[str]) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _settings(config: str | None, mode: str | None, sinks: str | None) -> dict[str, Any]:
+def _settings(config: str | None, mode: str | None, sinks: str | None, *, keep_trace: bool) -> dict[str, Any]:
     """All settings as one mapping, checked before the program starts. Without a file, nothing is printed meanwhile."""
     changed: dict[str, Any] = {"mfu_calculation_mode": mode} if mode is not None else {}
+    changed |= {"keep_trace": True} if keep_trace else {}
     if sinks is not None or config is None:
         changed["sinks"] = [name.strip() for name in (sinks or "").split(",") if name.strip()]
     if config is None and mode is None and sinks is None:
@@ -99,10 +102,10 @@ def _settings(config: str | None, mode: str | None, sinks: str | None) -> dict[s
     from flopmeter.config import MonitorConfig
     from flopmeter.sinks import check_sinks
 
-    settings = MonitorConfig.load(config).model_dump(mode="json", exclude_unset=True)
+    settings = MonitorConfig.load(config).as_written()
     settings["monitoring"] = {**settings.get("monitoring", {}), **changed}
     loaded = MonitorConfig.load(settings)
-    check_sinks(loaded.sink_names)
+    check_sinks(loaded.sink_names, imports=False)
     if not loaded.monitoring.patches:
         raise ConfigError("monitoring.patches: flopmeter run is given no objects to hook; use watch() for that")
     return settings
@@ -114,7 +117,7 @@ def _arrange(environment: dict[str, str], settings: dict[str, Any]) -> None:
         raise FlopmeterError("python's options -E, -I and -S keep flopmeter out of the program: leave them away")
     others = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *([others] if others else [])])
-    environment[_SETTINGS] = json.dumps(settings)
+    environment[_SETTINGS] = json.dumps(settings, default=str)
 
 
 def _interpreter_options(original: list[str], arguments: list[str]) -> list[str]:

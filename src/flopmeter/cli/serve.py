@@ -14,12 +14,10 @@ import typer
 
 from flopmeter.errors import FlopmeterError, MissingLibraryError
 
-MAX_CONNECTIONS = 200
-MAX_WAITING = 40
-"""Connections of one address that have not sent a whole request: beyond it the one that has waited longest is closed,
-so that nobody who only opens connections keeps others out."""
-REQUEST_S = 10.0
-"""How long a connection may take to send a whole request."""
+MAX_CONNECTIONS, MAX_WAITING = 200, 100
+"""With more connections that ask for nothing, the one that has waited longest is closed: they keep nobody out."""
+IDLE_S = 10.0
+"""A connection without a request for so long is closed, also one that sends its request byte by byte."""
 
 
 def command(
@@ -47,37 +45,29 @@ def command(
         raise MissingLibraryError("uvicorn", needed_for="flopmeter serve", extra="serve") from None
     with _listen(host, port) as listener:
         typer.echo(f"Runs in {folder}: {_address(listener, host, secret)}  (Ctrl-C ends)")
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            limit_concurrency=MAX_CONNECTIONS,
-            http=_protocol(),
-        )
+        quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
+        settings = uvicorn.Config(app, ws="none", limit_concurrency=MAX_CONNECTIONS, http=_protocol(), **quiet)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(settings).run(sockets=[listener])
 
 
 def _protocol() -> type[asyncio.Protocol]:
-    """HTTP as uvicorn speaks it, without its patience: it waits for ever for a request that never comes."""
+    """HTTP as uvicorn speaks it, without its patience: a connection that asks for nothing is closed."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    waiting: dict[str, dict[Any, None]] = {}
-    """By address its connections without a whole request, the oldest first."""
+    waiting: dict[Any, None] = {}
+    """Connections without a whole request, the oldest first."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._timer: asyncio.TimerHandle | None = None
             self._wait()
+            self.loop.call_later(IDLE_S, self._close_if_idle)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
-                self._end_wait()
+                waiting.pop(self, None)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -85,33 +75,21 @@ def _protocol() -> type[asyncio.Protocol]:
                 self._wait()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._end_wait()
+            waiting.pop(self, None)
             super().connection_lost(exc)
 
         def _wait(self) -> None:
-            self._end_wait()
-            if self.transport.is_closing():
-                return
-            self._timer = self.loop.call_later(REQUEST_S, self.transport.close)
-            others = waiting.setdefault(self._address, {})
-            others[self] = None
-            if len(others) > MAX_WAITING:
-                oldest = next(iter(others))
-                oldest._end_wait()
+            waiting[self] = None
+            if len(waiting) > MAX_WAITING:
+                oldest = next(iter(waiting))
+                del waiting[oldest]
                 oldest.transport.close()
 
-        def _end_wait(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            others = waiting.get(self._address, {})
-            others.pop(self, None)
-            if not others:
-                waiting.pop(self._address, None)
-
-        @property
-        def _address(self) -> str:
-            return str(self.client[0]) if self.client else ""
+        def _close_if_idle(self) -> None:
+            if self in waiting:
+                self.transport.close()
+            elif not self.transport.is_closing():
+                self.loop.call_later(IDLE_S, self._close_if_idle)
 
     return Protocol
 

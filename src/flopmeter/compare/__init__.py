@@ -5,29 +5,31 @@
 
     compare([load_run("runs/before"), load_run("runs/after")]).row("mfu").changes[1].is_beyond_noise
 
-The first run is the baseline: every other one is held against it.
+The first run is the baseline: every other one is compared with it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flopmeter.compare.noise import CONFIDENCE, MIN_STEPS, Ratio, interval, redraw
+import msgspec
+from msgspec import Struct
+
+from flopmeter.compare.noise import CONFIDENCE, MIN_STEPS, interval, redraw
 from flopmeter.compare.predictions import Prediction, check_prediction
-from flopmeter.compare.quantities import QUANTITIES, Quantity, figures_of, ratios_of
-from flopmeter.compare.settings import settings_of
+from flopmeter.compare.quantities import QUANTITIES, Quantity, figures_of, ratios_of, settings_of
 from flopmeter.errors import ConfigError
 from flopmeter.metrics import flop_per_s
 from flopmeter.record import Run
 from flopmeter.schema import RUN_FILE
+from flopmeter.text import clean
 
 if TYPE_CHECKING:
     from flopmeter.diagnosis import Diagnosis
 
+_T = TypeVar("_T")
 MAX_RUNS = 50
 SMALLEST = 0.0005
 """A smaller change is written as 0.0, in percent and in points, and is none that anybody should act on."""
@@ -35,8 +37,7 @@ SAME_WORK = 0.01
 """Steps whose model FLOPs differ by less do the same work."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """How a figure differs from the baseline's."""
 
     value: float
@@ -51,8 +52,7 @@ class Change:
     """Whether the direction is a gain; None where it is neither."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """One figure of all runs."""
 
     quantity: Quantity
@@ -63,8 +63,7 @@ class Row:
     """By run; None for the baseline and where a value is unknown."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Symptom:
+class Symptom(Struct, frozen=True, kw_only=True):
     """One finding of the diagnosis, over all runs."""
 
     rule: str
@@ -77,8 +76,7 @@ class Symptom:
     """Speed-up that mending it promises, by run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True, kw_only=True):
     """Several runs side by side."""
 
     names: tuple[str, ...]
@@ -90,7 +88,7 @@ class Comparison:
     parts: Mapping[str, tuple[float | None, ...]]
     """Parts of the waterfall, as shares of wall time, by run."""
     symptoms: tuple[Symptom, ...]
-    """What the diagnoses found."""
+    """What the diagnoses found, what another finding explains included: a finding that is only hidden is not gone."""
     settings: Mapping[str, tuple[str | None, ...]]
     """Settings in which the runs differ."""
     predictions: tuple[Prediction | None, ...]
@@ -110,11 +108,12 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for JSON: what is not finite is None."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return plain
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Hold every run against the first.
+    """Compare every run with the first.
 
     Raises:
         ConfigError: There are fewer than two runs, or more than `MAX_RUNS`.
@@ -123,27 +122,19 @@ def compare(runs: Sequence[Run]) -> Comparison:
         raise ConfigError(f"compare takes 2 to {MAX_RUNS} runs, not {len(runs)}")
     from flopmeter.diagnosis import diagnose
 
-    names = names_of([run.path for run in runs])
+    names = [clean(name) for name in names_of([run.path for run in runs])]
     diagnoses = [diagnose(run) for run in runs]
-    rows = _rows(runs)
+    rows, settings = _rows(runs), _by_name([settings_of(run) for run in runs])
     return Comparison(
         names=tuple(names),
-        paths=tuple(str(run.path) for run in runs),
+        paths=tuple(clean(str(run.path), 4096) for run in runs),
         rows=rows,
-        parts=_parts(diagnoses),
+        parts=_by_name([{part.name: part.share for part in diagnosis.waterfall.parts} for diagnosis in diagnoses]),
         symptoms=_symptoms(diagnoses),
-        settings=_differing([settings_of(run) for run in runs]),
+        settings={name: of_runs for name, of_runs in settings.items() if len(set(of_runs)) > 1},
         predictions=tuple(_prediction(runs, rows, diagnoses, place) for place in range(len(runs))),
         notes=tuple(_notes(runs, names, rows)),
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -159,7 +150,8 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 def _rows(runs: Sequence[Run]) -> tuple[Row, ...]:
     ratios = [ratios_of(run) for run in runs]
     figures = [figures_of(run, of_run) for run, of_run in zip(runs, ratios, strict=True)]
-    draws = [_draws(of_run, place) for place, of_run in enumerate(ratios)]
+    # The same steps are drawn for every figure of a run: MFU and steps per second cannot come to different verdicts.
+    draws = [{name: redraw(ratio, f"{place}") for name, ratio in of.items()} for place, of in enumerate(ratios)]
     rows = []
     for quantity in QUANTITIES:
         values = tuple(of_run[quantity.name] for of_run in figures)
@@ -169,12 +161,6 @@ def _rows(runs: Sequence[Run]) -> tuple[Row, ...]:
             changes = (_change(quantity, values[0], value, drawn[0], draw) for value, draw in others)
             rows.append(Row(quantity=quantity, values=values, changes=(None, *changes)))
     return tuple(rows)
-
-
-def _draws(ratios: Mapping[str, Ratio], place: int) -> dict[str, list[float]]:
-    # The same steps are drawn for every figure of a run: MFU and steps per second cannot come to different verdicts.
-    drawn = {name: redraw(ratio, f"{place}") for name, ratio in ratios.items()}
-    return {name: draws for name, draws in drawn.items() if draws is not None}
 
 
 def _change(
@@ -204,13 +190,8 @@ def _difference(quantity: Quantity, before: float, after: float) -> float:
     return after - before if quantity.is_part else after / before - 1
 
 
-def _parts(diagnoses: Sequence[Diagnosis]) -> dict[str, tuple[float | None, ...]]:
-    shares = [{part.name: part.share for part in diagnosis.waterfall.parts} for diagnosis in diagnoses]
-    return {name: tuple(of_run.get(name) for of_run in shares) for name in dict.fromkeys(n for s in shares for n in s)}
-
-
 def _symptoms(diagnoses: Sequence[Diagnosis]) -> tuple[Symptom, ...]:
-    by_rule = [{found.rule: found for found in diagnosis.findings if found.lost > 0} for diagnosis in diagnoses]
+    by_rule = [{f.rule: f for f in (*d.symptoms, *d.findings) if f.lost > 0 and f.is_cause} for d in diagnoses]
     titles = {rule: finding.title for of_run in reversed(by_rule) for rule, finding in of_run.items()}
     symptoms = [
         Symptom(
@@ -224,10 +205,9 @@ def _symptoms(diagnoses: Sequence[Diagnosis]) -> tuple[Symptom, ...]:
     return tuple(sorted(symptoms, key=lambda symptom: -max(lost or 0.0 for lost in symptom.lost)))
 
 
-def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, tuple[str | None, ...]]:
-    names = dict.fromkeys(name for of_run in settings for name in of_run)
-    values = {name: tuple(of_run.get(name) for of_run in settings) for name in names}
-    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+def _by_name(runs: Sequence[Mapping[str, _T]]) -> dict[str, tuple[_T | None, ...]]:
+    """Names to the runs' values, None where a run has none."""
+    return {name: tuple(of_run.get(name) for of_run in runs) for name in dict.fromkeys(n for run in runs for n in run)}
 
 
 def _prediction(
@@ -238,7 +218,8 @@ def _prediction(
     by, measured = _speed_up(rows, diagnoses[0].waterfall.mfu, diagnoses[place].waterfall.mfu, place)
     if not _is_same_task(runs[0], runs[place]):
         by, measured = "", None
-    return check_prediction(diagnoses[0].findings, diagnoses[place].findings, by, measured)
+    after = diagnoses[place]
+    return check_prediction(diagnoses[0].findings, (*after.findings, *after.symptoms), by, measured)
 
 
 def _is_same_task(run: Run, other: Run) -> bool:
@@ -256,7 +237,7 @@ def _speed_up(rows: Sequence[Row], before: float | None, after: float | None, pl
         value = after / before - 1
         scale = (1 + value) / (1 + steady.value)
         low, high = (None if end is None else scale * (1 + end) - 1 for end in (steady.low, steady.high))
-        return "MFU over wall time", replace(steady, value=value, low=low, high=high)
+        return "MFU over wall time", msgspec.structs.replace(steady, value=value, low=low, high=high)
     by = "tokens_per_second" if changes.get("tokens_per_second") else "steps_per_second"
     return by.replace("_", " "), changes.get(by)
 
@@ -272,7 +253,7 @@ def _notes(runs: Sequence[Run], names: Sequence[str], rows: Sequence[Row]) -> It
                 "compare MFU and tokens per second, not step time"
             )
         if flop_per_s(run.peaks) != flop_per_s(first.peaks):
-            yield f"the MFU of {names[place]} is held against another peak than that of {names[0]}"
+            yield f"the MFU of {names[place]} is compared with another peak than that of {names[0]}"
         if run.header.convention != first.header.convention:
             yield f"{names[place]} counts FLOPs by another convention than {names[0]}"
     for name, run in zip(names, runs, strict=True):

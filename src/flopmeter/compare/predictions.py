@@ -7,9 +7,10 @@ little too low where the causes have nothing to do with each other, too high whe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from flopmeter.compare import Change
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 Verdict = Literal["came true", "less than predicted", "more than predicted", "within noise of it", "unknown"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class Prediction(Struct, frozen=True, kw_only=True):
     """What was promised, and what was measured; all gains are ratios minus one (0.12 = 12 % faster)."""
 
     rules: tuple[str, ...]
@@ -41,7 +41,11 @@ class Prediction:
 def check_prediction(
     before: Sequence[Finding], after: Sequence[Finding], by: str, measured: Change | None
 ) -> Prediction | None:
-    """Hold the promised gain of the findings that are gone against the measured one; None when none is gone."""
+    """Compare the promised gain of the findings that are gone with the measured one; None when none is gone.
+
+    Args:
+        after: Of the other run, those that another finding explains included.
+    """
     still = {finding.rule for finding in after}
     gone = {finding.rule: finding.gain for finding in before if finding.gain is not None and finding.rule not in still}
     if not gone:

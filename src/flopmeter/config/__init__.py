@@ -13,29 +13,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import reduce
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from flopmeter.config.refusals import refusal, shown
-from flopmeter.config.sections import (
-    Monitor,
-    Monitoring,
-    PhaseFrequency,
-    Prometheus,
-    Section,
-    SharedSection,
-    SinkSection,
-    Tensorboard,
-    Training,
-    Wandb,
-)
-from flopmeter.config.yaml_file import read_yaml
+from flopmeter.config.reading import read_settings, read_yaml, settings_of, shown
+from flopmeter.config.sections import Monitoring, PhaseFrequency, Settings, SinkSection
 from flopmeter.errors import ConfigError, did_you_mean
 
 __all__ = ["MeasuringInterval", "MonitorConfig", "preset_paths"]
 
+SOURCES = "a YAML file, a preset, a mapping or a MonitorConfig"
 _PERFORMANCE = "monitoring.performance_monitoring"
 _RECALIBRATION = f"{_PERFORMANCE}.smart_mode.recalibration_frequency"
 _FREQUENCIES = (
@@ -43,7 +31,6 @@ _FREQUENCIES = (
     "monitor.freq.flops_profile_freq",
     f"{_PERFORMANCE}.measure_flops_frequency",
 )
-_REDUCED_DETAIL_STEPS = 100
 
 
 class MeasuringInterval(NamedTuple):
@@ -60,23 +47,15 @@ class MeasuringInterval(NamedTuple):
         return self.setting is not None
 
 
-class MonitorConfig(SharedSection):
-    """All settings. Sections that are not listed here belong to somebody else and are left alone."""
+class MonitorConfig(Settings):
+    """All settings, and which of them somebody wrote. Cannot be changed."""
 
-    guarded: ClassVar[tuple[str, ...]] = ("monitoring", "wandb", "tensorboard", "prometheus")
+    def __init__(self, /, **sections: Mapping[str, Any]) -> None:
+        self._read(sections)
 
-    monitoring: Monitoring = Monitoring()
-    monitor: Monitor = Monitor()
-    wandb: Wandb = Wandb()
-    tensorboard: Tensorboard = Tensorboard()
-    prometheus: Prometheus = Prometheus()
-    training: Training = Training()
-
-    def __init__(self, /, **sections: Any) -> None:
-        try:
-            super().__init__(**sections)
-        except ValidationError as error:
-            raise ConfigError(refusal(error, MonitorConfig)) from None
+    def _read(self, sections: Mapping[Any, Any]) -> None:
+        values, written = read_settings(MonitorConfig, sections)
+        vars(self).update(values, _written=written)
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig | None = None) -> MonitorConfig:
@@ -86,30 +65,35 @@ class MonitorConfig(SharedSection):
         """
         if isinstance(source, MonitorConfig):
             return source
-        if source is None or isinstance(source, Mapping):
-            return cls._from_mapping(source or {})
-        if isinstance(source, (str, os.PathLike)):
-            return cls._from_file(os.path.expanduser(os.fsdecode(source)))
-        raise ConfigError(f"config: expected a YAML file, a preset, a mapping or a MonitorConfig, not {shown(source)}")
+        config = cls()
+        if source is None:
+            return config
+        if isinstance(source, Mapping):
+            config._read(source)
+        elif isinstance(source, (str, os.PathLike)):
+            name, presets = os.path.expanduser(os.fsdecode(source)), preset_paths()
+            if name not in presets and not os.path.lexists(name):
+                nearest = did_you_mean(name[:200], presets)
+                raise ConfigError(f"{shown(name, 200)}: no such file and no such preset: {nearest}")
+            try:
+                config._read(read_yaml(presets.get(name) or Path(name)))
+            except ConfigError as error:
+                raise ConfigError(f"{shown(name, 200)}: {error}") from None
+        else:
+            raise ConfigError(f"config: expected {SOURCES}, not {shown(source)}")
+        return config
 
-    @classmethod
-    def _from_mapping(cls, sections: Mapping[Any, Any]) -> MonitorConfig:
-        for key in sections:
-            if not isinstance(key, str):
-                raise ConfigError(f"the key {shown(key)} at the top level is not text; a section's name is")
-        return cls(**sections)
+    def is_written(self, path: str) -> bool:
+        """Whether somebody wrote this setting, be it with the default's value."""
+        return path in vars(self)["_written"]
 
-    @classmethod
-    def _from_file(cls, name: str) -> MonitorConfig:
-        presets = preset_paths()
-        if name not in presets and not os.path.lexists(name):
-            raise ConfigError(
-                f"{shown(name, 200)}: no such file and no such preset: {did_you_mean(name[:200], presets)}"
-            )
-        try:
-            return cls._from_mapping(read_yaml(presets.get(name) or Path(name)))
-        except ConfigError as error:
-            raise ConfigError(f"{shown(name, 200)}: {error}") from None
+    def as_written(self) -> dict[str, Any]:
+        """All that was written in our sections, as `load` takes it."""
+        tree: dict[str, Any] = {}
+        for path, value in vars(self)["_written"].items():
+            *sections, name = path.split(".", 1) if path.startswith("wandb.") else path.split(".")
+            reduce(lambda section, key: section.setdefault(key, {}), sections, tree)[name] = value
+        return tree
 
     def measuring_interval(self, *, argument: int | None = None, phase: str | None = None) -> MeasuringInterval:
         """The steps between two measurements of FLOPs, and the setting that decides.
@@ -122,51 +106,27 @@ class MonitorConfig(SharedSection):
             argument: `flops_profile_freq` as given to the monitor's constructor.
             phase: as last given to `set_training_phase`.
         """
-        asked = _checked_frequency(argument)
-        phase_path = None if phase is None else _phase_path(phase)
+        asked = read_settings(Monitoring, {"flops_profile_freq": argument})[0].get("flops_profile_freq")
+        known = list(settings_of(PhaseFrequency))
+        if phase is not None and phase not in known:
+            raise ConfigError(f"training phase: {shown(phase)} is not allowed (expected {', '.join(known)})")
         mode = self.monitoring.mfu_calculation_mode
         if mode == "estimate":
             return MeasuringInterval(0, None)
-        if phase_path:
-            return self._interval_of(phase_path)
-        if asked is not None:
+        if phase is None and asked is not None:
             return MeasuringInterval(asked, "the argument flops_profile_freq")
         candidates = [_RECALIBRATION, *_FREQUENCIES] if mode == "smart" else list(_FREQUENCIES)
-        default = _RECALIBRATION if mode == "smart" else _FREQUENCIES[-1]
-        return self._interval_of(next(filter(self._is_written, candidates), default))
-
-    def _interval_of(self, path: str) -> MeasuringInterval:
-        section, name = self._find(path)
-        return MeasuringInterval(getattr(section, name), path if self._is_written(path) else None)
-
-    def _is_written(self, path: str) -> bool:
-        section, name = self._find(path)
-        return name in section.model_fields_set
-
-    def _find(self, path: str) -> tuple[Section, str]:
-        *sections, name = path.split(".")
-        return reduce(getattr, sections, self), name
-
-    @property
-    def basic_every(self) -> int:
-        """Steps between basic metrics in the sinks: `logging_steps`, doubled by `reduced_logging`."""
-        return self.training.logging_steps * (2 if self.wandb.reduced_logging else 1)
-
-    @property
-    def has_explicit_logging_steps(self) -> bool:
-        """Whether somebody asked for this very rate: then the sinks get it, whatever it costs."""
-        return "logging_steps" in self.training.model_fields_set
-
-    @property
-    def details_every(self) -> int:
-        """Steps between details in the sinks: `detail_every`, at least 100 with `reduced_logging`."""
-        every = self.monitoring.detail_every
-        return max(every, _REDUCED_DETAIL_STEPS) if self.wandb.reduced_logging else every
+        if phase is not None:
+            candidates = [f"{_PERFORMANCE}.phase_frequency.{phase}"]
+        default = candidates[-1] if mode != "smart" else candidates[0]
+        path = next(filter(self.is_written, candidates), default)
+        return MeasuringInterval(attrgetter(path)(self), path if self.is_written(path) else None)
 
     @property
     def sink_names(self) -> tuple[str, ...]:
         """The sinks to open, each once: those listed, then those that their own section enables."""
-        enabled = [name for name, section in self if isinstance(section, SinkSection) and section.enabled]
+        sections = {name: getattr(self, name) for name in settings_of(MonitorConfig)}
+        enabled = [name for name, section in sections.items() if isinstance(section, SinkSection) and section.enabled]
         return tuple(dict.fromkeys([*self.monitoring.sinks, *enabled]))
 
 
@@ -176,17 +136,3 @@ def preset_paths() -> dict[str, Path]:
     homes = (package / "configs", package.parents[1] / "configs")  # in a wheel; in a checkout
     home = next((home for home in homes if home.is_dir()), homes[0])
     return {path.stem: path for path in sorted(home.glob("*.yaml"))}
-
-
-def _checked_frequency(argument: Any) -> int | None:
-    try:
-        return Monitoring(flops_profile_freq=argument).flops_profile_freq
-    except ValidationError as error:
-        raise ConfigError(refusal(error, Monitoring)) from None
-
-
-def _phase_path(phase: str) -> str:
-    names = list(PhaseFrequency.model_fields)
-    if phase not in names:
-        raise ConfigError(f"training phase: {shown(phase)} is not allowed (expected {', '.join(names)})")
-    return f"{_PERFORMANCE}.phase_frequency.{phase}"

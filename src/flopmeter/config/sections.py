@@ -1,87 +1,68 @@
 """Which settings are there, what does each do, and what may it be?
 
 One class per section of the YAML file, with the file's own key names. The text under a field is its documentation:
-`docs/settings.md` and the error messages are made from it. A setting written as null counts as not written.
+`docs/settings.md` is made from it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from msgspec import Meta
 
-from flopmeter.config.values import (
-    Budget,
-    Count,
-    FlopRate,
-    Frequency,
-    Host,
-    Mode,
-    Port,
-    Seconds,
-    SinkNames,
-    Steps,
-    Switch,
-    Text,
-    Texts,
-    Values,
-    WandbMode,
-)
-
-# Close enough to be the same word with a slip in it: "loging_steps" is, "log_steps" and "tensorboard_dir" are not.
-_MISSPELLING_CUTOFF = 0.88
-_SLIP = "unknown key (did you mean {meant}? If the key is your own, give {meant} beside it)"
+from flopmeter.config.reading import Section
+from flopmeter.schema import METRICS_BY_KEY
 
 
-class Section(BaseModel):
-    """A section that is all ours: an unknown key in it is refused."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return {} if data is None else data
-        return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+def check_metric_keys(found: tuple[str, ...]) -> None:
+    """Which metrics a sink gets; one that is no metric is named by its place."""
+    for place, pattern in enumerate(found):
+        if pattern not in ("usual", "all") and not any(fnmatchcase(key, pattern) for key in METRICS_BY_KEY):
+            raise ValueError(f"[{place}]", pattern)
 
 
-class SharedSection(Section):
-    """A section that we share with the user's own code: foreign keys are left alone, but a slip in one of ours is not.
+_NAME = r"\A([a-z_][a-z0-9_]*|[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*)\Z"
+_MOST = sys.float_info.max
+_SINKS = "a list of lower-case names such as console, wandb, or package.module:function"
+_QUOTES = "in quotes where YAML would read a number or a date"
+_RATE = "FLOP/s, more than 0, such as 989.4e12"
+_BUDGET = "a share above 0 and up to 0.5; 0.005 is half a percent"
+Switch = Annotated[bool, Meta(description="true or false")]
+Text = Annotated[str, Meta(description=f"text, {_QUOTES}")]
+Texts = Annotated[tuple[str, ...], Meta(description=f"a list of texts, each {_QUOTES}")]
+Frequency = Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number of steps, 0 or more")]
+Steps = Annotated[int, Meta(ge=1, le=2**63 - 1, description="a whole number of steps, 1 or more")]
+Count = Annotated[int, Meta(ge=1, le=2**63 - 1, description="a whole number, 1 or more")]
+Seconds = Annotated[float, Meta(gt=0, le=_MOST, description="seconds, more than 0")]
+FlopRate = Annotated[float, Meta(gt=0, le=_MOST, description=_RATE)]
+Amount = Annotated[float, Meta(ge=0, le=_MOST, description="a number, 0 or more")]
+Budget = Annotated[float, Meta(gt=0, le=0.5, description=_BUDGET)]
+Port = Annotated[int, Meta(ge=1, le=65535, description="a port from 1 to 65535")]
+Host = Annotated[str, Meta(pattern=r"\A\S+\Z", description="a host name or address")]
+SinkNames = Annotated[tuple[Annotated[str, Meta(pattern=_NAME)], ...], Meta(description=_SINKS)]
+_KEYS = Meta(description="a list of usual, all, and keys such as perf/mfu or 'rank/*'")
+Keys = Annotated[tuple[str, ...], _KEYS, check_metric_keys]
+Mode = Literal["smart", "profiler", "estimate", "hybrid"]
 
-    A key is taken for a slip only while the key it resembles is absent, so a foreign key can always be kept.
-    """
 
-    model_config = ConfigDict(extra="ignore")
-    guarded: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_misspellings(cls, data: Any) -> Any:
-        keys = [key for key in data if isinstance(key, str)] if isinstance(data, Mapping) else []
-        absent = [name for name in cls.guarded if name not in keys]
-        for key in keys:
-            meant = get_close_matches(key.lower(), absent, n=1, cutoff=_MISSPELLING_CUTOFF)
-            if meant and key not in cls.model_fields:
-                raise PydanticCustomError("unknown_key", _SLIP, {"key": key, "meant": meant[0]})
-        return data
-
-
+@dataclass(frozen=True, kw_only=True)
 class SinkSection(Section):
     """A section that switches a sink on; a bare true or false in its place does just that."""
 
+    bare: ClassVar[str | None] = "enabled"
+
     enabled: Switch = False
     """Send metrics there. Naming the sink in `monitoring.sinks` does the same."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_bare_switch(cls, data: Any) -> Any:
-        return {"enabled": data} if isinstance(data, bool) else data
+    metrics: Keys = ("all",)
+    """Which of flopmeter's metrics: `usual` (loss, lr, epoch, grad_norm, MFU, HFU, goodput, step time, rates,
+    data wait), `all`, and keys, where `*` stands for anything. Numbers of your own always go."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class SmartMode(Section):
     """How smart mode measures."""
 
@@ -93,6 +74,7 @@ class SmartMode(Section):
     """Observe a step again every so many steps, in smart mode; 0 = never again after the first."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class HybridMode(Section):
     """What hybrid mode may use."""
 
@@ -102,6 +84,7 @@ class HybridMode(Section):
     """Use the profiler where there are no counters; false counts as smart mode does."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class PhaseFrequency(Section):
     """The measuring frequency after `set_training_phase`, by phase."""
 
@@ -113,6 +96,7 @@ class PhaseFrequency(Section):
     """The same in the fine-tuning phase."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class PerformanceMonitoring(Section):
     """When FLOPs are measured."""
 
@@ -123,6 +107,7 @@ class PerformanceMonitoring(Section):
     phase_frequency: PhaseFrequency = PhaseFrequency()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Distributed(Section):
     """Jobs of several ranks."""
 
@@ -133,11 +118,13 @@ class Distributed(Section):
     join_s: Seconds = 30.0
     """How long rank 0 waits for the others, from its first step on, before it gives up comparing. Nothing blocks."""
     data_parallel_size: Count | None = None
-    """How many groups of ranks see different tokens; not given: told from the device meshes of the parameters."""
+    """How many groups of ranks see different tokens, such as world size / (tensor x pipeline parallel) in a job without
+    device meshes; not given: read from the device meshes of the parameters."""
     record_every_rank: Switch = False
     """Let each of the other ranks write a run file of its own, `run.rank<N>.jsonl`, beside the job's."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Monitoring(Section):
     """What is measured, how often, and where it goes."""
 
@@ -150,6 +137,9 @@ class Monitoring(Section):
     """exact counts non-padding tokens and the query-key pairs that the mask lets through; full counts all of them."""
     overhead_budget: Budget = 0.005
     """The share of training time that flopmeter may cost; intervals are stretched to stay below it."""
+    price_per_device_hour: Amount | None = None
+    """What an hour of one device costs, in any currency: the report then says what the run, a million tokens and each
+    finding cost."""
     patches: Switch = True
     """Replace functions of torch while the run is on (`docs/what_it_touches.md` lists them); false leaves hooks on the
     given objects alone: FLOPs are estimated, no step is observed or profiled, and backward passes, waits for data and
@@ -157,6 +147,9 @@ class Monitoring(Section):
     profile_steps: Switch = True
     """Profile one step soon after the start, now and then later, and when MFU falls: tells where the time goes inside
     forward and backward. Never in estimate mode, and never beside another profiler."""
+    keep_trace: Switch = False
+    """Keep the profile of the last sampled step as `trace.json` beside the run file, for Perfetto and
+    `flopmeter report`."""
     peak_flop_per_s: FlopRate | None = None
     """The peak of one device, for a device that is not on file or when you know better; not given: looked up."""
     detail_every: Steps = 50
@@ -176,17 +169,19 @@ class Monitoring(Section):
     performance_monitoring: PerformanceMonitoring = PerformanceMonitoring()
     distributed: Distributed = Distributed()
 
-    @model_validator(mode="before")
+    def __post_init__(self) -> None:
+        if not self.patches:
+            object.__setattr__(self, "mfu_calculation_mode", "estimate")
+            object.__setattr__(self, "profile_steps", False)
+
     @classmethod
-    def _measure_nothing_without_patches(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or data.get("patches") is not False:
-            return data
-        mode = data.get("mfu_calculation_mode") or "estimate"
-        if mode != "estimate":
-            raise ValueError(f"patches: false measures no step (mfu_calculation_mode: estimate, not {mode})")
-        return {**data, "mfu_calculation_mode": mode, "profile_steps": False}
+    def check(cls, written: Mapping[str, Any]) -> str | None:
+        mode = written.get("mfu_calculation_mode") or "estimate"
+        is_in_vain = written.get("patches") is False and mode != "estimate"
+        return f"patches: false measures no step (mfu_calculation_mode: estimate, not {mode})" if is_in_vain else None
 
 
+@dataclass(frozen=True, kw_only=True)
 class MonitorFreq(Section):
     """The older spelling of the measuring frequency."""
 
@@ -194,15 +189,21 @@ class MonitorFreq(Section):
     """Means the same as `monitoring.flops_profile_freq`, which is stronger."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Monitor(Section):
     """The older dialect, read for configs that have it."""
 
     freq: MonitorFreq = MonitorFreq()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Wandb(SinkSection):
-    """Weights & Biases. What is not flopmeter's own here goes to `wandb.init` as it is."""
+    """Weights & Biases. Any other key here goes to `wandb.init` as it is, which judges it."""
 
+    has_foreign_keys: ClassVar[bool] = True
+
+    metrics: Keys = ("usual",)
+    """The same for W&B, where every metric is a chart."""
     project: Text | None = None
     """The project that the run is filed under."""
     run_name: Text | None = None
@@ -212,67 +213,30 @@ class Wandb(SinkSection):
     log_dataset_metrics: Switch = True
     """Send the metrics per dataset too."""
     reduced_logging: Switch = False
-    """Send basic metrics half as often, and details at most every 100 steps."""
-    entity: Text | None = None
-    """For `wandb.init`: the user or team that owns the run."""
-    name: Text | None = None
-    """For `wandb.init`: means the same as `run_name`."""
-    group: Text | None = None
-    """For `wandb.init`: the group that the run belongs to."""
-    job_type: Text | None = None
-    """For `wandb.init`: the kind of run within its group."""
-    notes: Text | None = None
-    """For `wandb.init`: a longer description."""
-    dir: Text | None = None
-    """For `wandb.init`: the folder for its local files."""
-    id: Text | None = None
-    """For `wandb.init`: the run's unique id, needed to resume it."""
-    mode: WandbMode | None = None
-    """For `wandb.init`: whether it talks to the server; a bare `off` means disabled."""
-    resume: Switch | Literal["allow", "never", "must", "auto"] | None = None
-    """For `wandb.init`: whether a run with the same id is continued."""
-    resume_from: Text | None = None
-    """For `wandb.init`: the run and step to go on from."""
-    fork_from: Text | None = None
-    """For `wandb.init`: the run and step to branch off from."""
-    reinit: Switch | Literal["default", "return_previous", "finish_previous", "create_new"] | None = None
-    """For `wandb.init`: what happens to a run that is already active."""
-    force: Switch | None = None
-    """For `wandb.init`: stop when the user is not logged in."""
-    save_code: Switch | None = None
-    """For `wandb.init`: keep a copy of the main script."""
-    sync_tensorboard: Switch | None = None
-    """For `wandb.init`: copy TensorBoard's logs too."""
-    monitor_gym: Switch | None = None
-    """For `wandb.init`: record videos of gym environments."""
-    allow_val_change: Switch | None = None
-    """For `wandb.init`: let config values change later."""
-    config: Values | None = None
-    """For `wandb.init`: values to show as the run's config."""
-    config_include_keys: Texts | None = None
-    """For `wandb.init`: the config keys to keep."""
-    config_exclude_keys: Texts | None = None
-    """For `wandb.init`: the config keys to leave out."""
-    settings: Values | None = None
-    """For `wandb.init`: its own further settings."""
+    """Send W&B basic metrics half as often, and details at most every 100 steps."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys."""
 
-    @model_validator(mode="after")
-    def _refuse_two_names(self) -> Wandb:
-        if self.run_name and self.name and self.run_name != self.name:
-            raise ValueError("run_name and name differ but mean the same (keep one of them)")
-        return self
+    @classmethod
+    def check(cls, written: Mapping[str, Any]) -> str | None:
+        names = {written.get("run_name"), written.get("name")} - {None}
+        return "run_name and name differ but mean the same (keep one of them)" if len(names) > 1 else None
 
     def init_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `wandb.init`: only what was written, under its names."""
-        own = {"enabled", "run_name", "log_dataset_metrics", "reduced_logging"}
-        arguments = {name: getattr(self, name) for name in self.model_fields_set - own}
-        return {**arguments, "name": self.run_name} if self.run_name else arguments
+        own = {"project": self.project, "name": self.run_name, "tags": self.tags or None}
+        arguments = {**self.more, **{name: value for name, value in own.items() if value is not None}}
+        if arguments.get("mode") is False:
+            arguments["mode"] = "disabled"  # YAML reads a bare off as false
+        return arguments
 
 
+@dataclass(frozen=True, kw_only=True)
 class Tensorboard(SinkSection):
     """TensorBoard event files."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Prometheus(SinkSection):
     """A page that a Prometheus server can scrape."""
 
@@ -286,10 +250,25 @@ class Prometheus(SinkSection):
     """The label `job` of every sample; not given: the name of the output folder."""
 
 
-class Training(SharedSection):
+@dataclass(frozen=True, kw_only=True)
+class Training(Section):
     """The trainer's own section, of which flopmeter reads one key."""
 
-    guarded: ClassVar[tuple[str, ...]] = ("logging_steps",)
+    has_foreign_keys: ClassVar[bool] = True
 
     logging_steps: Steps = 1
     """Send basic metrics (loss, learning rate, epoch) every so many steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Section):
+    """All of them. Sections that are not listed here belong to somebody else and are left alone."""
+
+    has_foreign_keys: ClassVar[bool] = True
+
+    monitoring: Monitoring = Monitoring()
+    monitor: Monitor = Monitor()
+    wandb: Wandb = Wandb()
+    tensorboard: Tensorboard = Tensorboard()
+    prometheus: Prometheus = Prometheus()
+    training: Training = Training()

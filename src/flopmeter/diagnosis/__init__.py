@@ -1,36 +1,28 @@
-"""Why is the MFU not higher, and what would each cure bring? One file in `rules/` per cause.
+"""Why is the MFU not higher, and what would each fix bring?
 
     from flopmeter import diagnose, load_run
 
     for finding in diagnose(load_run("runs/mine")).findings:
         print(finding.rule, finding.gain)
 
-A rule is a file in `rules/` whose name is the cause. It has
-
-    a docstring     the text of `flopmeter explain NAME`: what it is, how we know, what to do
-    check(evidence) a Finding, or None when all is well; `NotCheckedError` from the evidence says what is missing
-    EXPLAINS        optional: rules whose findings are this one's symptoms, and are dropped when it has found something
-    IS_LAST_RESORT  optional, True: asked only when no other rule has found anything
-
-Rules do not know each other; who takes precedence is said by EXPLAINS alone. Findings are ordered by expected gain.
+Rules (`rules.py`) look at the evidence that a record holds (`evidence.py`), and claim no more than the parts of the
+waterfall leave them. Findings are ordered by expected gain; those that cost too little to be a reason come behind the
+others. The headline names the first; where something else takes far more of the time, that comes before it. That
+other programs keep the process from its core is said before all, and the cause beside it is looked for all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from inspect import cleandoc
-from pkgutil import iter_modules
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from flopmeter.diagnosis import rules
-from flopmeter.diagnosis._evidence import Evidence
-from flopmeter.diagnosis._finding import Finding, Gain, NotCheckedError
+import msgspec
+
+from flopmeter.diagnosis.evidence import Evidence, Finding, Gain, NotCheckedError, Rule, explanations
+from flopmeter.diagnosis.rules import RULES, matmul_speed
 from flopmeter.errors import ConfigError, did_you_mean
-from flopmeter.text import percent, plural, utilisation
-from flopmeter.waterfall import Waterfall
-from flopmeter.waterfall.split import FEW_STEPS
+from flopmeter.text import clean, percent, plural, utilisation
+from flopmeter.waterfall import FEW_STEPS, Part, Waterfall
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
@@ -38,32 +30,20 @@ if TYPE_CHECKING:
 __all__ = ["RULES", "Diagnosis", "Evidence", "Finding", "Gain", "NotCheckedError", "Rule", "diagnose", "explain"]
 
 Standing = Literal["good", "fair", "low", "very low", "unknown"]
-GOOD_MFU, FAIR_MFU, LOW_MFU = 0.5, 0.2, 0.1
-"""Above half of the peak is what well-tuned large runs report; below a fifth something is usually wrong."""
+STANDINGS: tuple[tuple[float, Standing], ...] = ((0.5, "good"), (0.2, "fair"), (0.1, "low"), (0.0, "very low"))
+"""MFU from which on. Above half of the peak is what well-tuned large runs report; below a fifth something is usually
+wrong."""
+MUCH_LARGER = 2.0
+"""A part of the time that is so many times a finding's loss, and none that it comes from, is named before it."""
+WORTH_NAMING = 0.05
+"""Smallest part of the time that the rest is said to consist of."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """One cause that can be looked for."""
-
-    name: str
-    """As users type it."""
-    explanation: str
-    """What it is, how we know, what to do."""
-    check: Callable[[Evidence], Finding | None]
-    """Looks for it."""
-    explains: tuple[str, ...]
-    """Rules whose findings are symptoms of this one."""
-    is_last_resort: bool
-    """Asked only when no other rule has found anything."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What a run's record says about its speed."""
 
     headline: str
-    """Where the run stands, and the first cause."""
+    """Where the run stands, the first cause, and where the rest of the time went."""
     standing: Standing
     """good above 50 % MFU, fair above 20 %, low above 10 %, very low below."""
     mfu: float | None
@@ -72,25 +52,10 @@ class Diagnosis:
     """Where the time went."""
     findings: tuple[Finding, ...]
     """By expected gain, the largest first; one that puts all figures in doubt comes before them."""
+    symptoms: tuple[Finding, ...]
+    """Findings that another one explains. Two runs are compared by these, too."""
     not_checked: Mapping[str, str]
-    """Rules that could not look, and why."""
-
-
-def _load_rule(name: str) -> Rule:
-    module = import_module(f"{rules.__name__}.{name}")
-    return Rule(
-        name=name,
-        explanation=cleandoc(module.__doc__ or ""),
-        check=module.check,
-        explains=tuple(getattr(module, "EXPLAINS", ())),
-        is_last_resort=bool(getattr(module, "IS_LAST_RESORT", False)),
-    )
-
-
-RULES: Mapping[str, Rule] = {
-    name: _load_rule(name) for _, name, _ in iter_modules(rules.__path__) if not name.startswith("_")
-}
-"""Every rule by its name."""
+    """Rules whose check was skipped, and why."""
 
 
 def diagnose(run: Run, start: int | None = None, stop: int | None = None) -> Diagnosis:
@@ -99,24 +64,28 @@ def diagnose(run: Run, start: int | None = None, stop: int | None = None) -> Dia
     found: dict[str, Finding] = {}
     not_checked: dict[str, str] = {}
     for rule in sorted(RULES.values(), key=lambda rule: rule.is_last_resort):
-        if rule.is_last_resort and found:
+        if rule.is_last_resort and not _is_open(found.values(), evidence):
             continue
         try:
-            finding = rule.check(evidence) if evidence.window.timed else _refuse(evidence)
+            if not evidence.window.timed:
+                raise NotCheckedError(evidence.waterfall.note)
+            finding = rule.look(evidence, rule)
         except NotCheckedError as reason:
-            not_checked[rule.name] = str(reason)
+            not_checked[rule.name] = clean(str(reason))
         except Exception as error:  # noqa: BLE001 - a broken rule costs only itself
-            not_checked[rule.name] = f"the rule failed on this record ({type(error).__name__}: {error})"[:200]
+            not_checked[rule.name] = f"the rule failed on this record ({type(error).__name__})"
         else:
             found |= {rule.name: finding} if finding else {}
-    findings = tuple(sorted(_without_symptoms(found), key=_weight, reverse=True))
+    explained = {symptom for name in found for symptom in RULES[name].explains}
+    findings = sorted((found[name] for name in found if name not in explained), key=_weight, reverse=True)
     mfu = evidence.waterfall.mfu
     return Diagnosis(
-        headline=_headline(mfu, findings, evidence, len(not_checked)),
-        standing=_standing(mfu),
+        headline=_headline(findings, evidence, len(not_checked)),
+        standing="unknown" if mfu is None else next(word for least, word in STANDINGS if mfu > least or not least),
         mfu=mfu,
         waterfall=evidence.waterfall,
-        findings=findings,
+        findings=tuple(findings),
+        symptoms=tuple(found[name] for name in found if name in explained),
         not_checked=not_checked,
     )
 
@@ -128,47 +97,90 @@ def explain(name: str) -> str:
         ConfigError: there is no such rule.
     """
     if name in RULES:
-        return RULES[name].explanation
+        return explanations()[name]
     raise ConfigError(f"there is no rule {name!r}: {did_you_mean(name, RULES)}")
 
 
-def _refuse(evidence: Evidence) -> Finding | None:
-    raise NotCheckedError(evidence.waterfall.note)
+def _is_open(found: Iterable[Finding], evidence: Evidence) -> bool:
+    """Whether no cause is large enough to be the first, or most of the time is untold. That the process gets too
+    little of the machine is a circumstance: it leaves open what the program does."""
+    causes = [finding for finding in found if not RULES[finding.rule].is_circumstance]
+    if any(finding.is_doubt for finding in causes):
+        return False
+    most = max((finding.lost for finding in causes), default=0.0)
+    return all(map(_is_small, causes)) or (evidence.is_untold and most < evidence.untold_s / evidence.wall_s)
 
 
-def _without_symptoms(found: Mapping[str, Finding]) -> list[Finding]:
-    explained = {symptom for name in found for symptom in RULES[name].explains}
-    return [finding for name, finding in found.items() if name not in explained]
+def _is_small(finding: Finding) -> bool:
+    return finding.is_cause and not finding.is_doubt and finding.lost < RULES[finding.rule].leads_from
 
 
-def _weight(finding: Finding) -> tuple[bool, float, float]:
-    return finding.lost >= 1, finding.gain.expected if finding.gain else 0.0, finding.lost
+def _weight(finding: Finding) -> tuple[bool, bool, bool, bool, float, float]:
+    gain = finding.gain.expected if finding.gain else 0.0
+    rank = finding.is_doubt, RULES[finding.rule].is_circumstance, not _is_small(finding), not finding.is_cause
+    return *rank, gain, finding.lost
 
 
-def _standing(mfu: float | None) -> Standing:
-    if mfu is None:
-        return "unknown"
-    return "good" if mfu > GOOD_MFU else "fair" if mfu > FAIR_MFU else "low" if mfu >= LOW_MFU else "very low"
-
-
-def _headline(mfu: float | None, findings: tuple[Finding, ...], evidence: Evidence, num_blind: int) -> str:
-    where = "MFU is unknown" if mfu is None else f"MFU over the wall time is {utilisation(mfu)}, {_standing(mfu)}"
+def _headline(findings: Sequence[Finding], evidence: Evidence, num_blind: int) -> str:
+    fall = evidence.waterfall
+    start = "MFU is unknown"
+    if fall.mfu is not None:
+        standing = next(word for least, word in STANDINGS if fall.mfu > least or not least)
+        start = f"MFU over the wall time is {utilisation(fall.mfu)}, {standing}"
     if not findings:
-        return f"{where}; nothing could be judged: {evidence.waterfall.note or 'no rule could be checked'}."
-    first = findings[0]
-    cause = f"{where}{';' if mfu is None or ':' in first.title else ':'} {first.title}"
-    if first.gain is not None:
-        cause += f"; without that it would run about {_faster(first.gain.expected)}"
-    elif RULES[first.rule].is_last_resort and num_blind and not evidence.is_untold:
+        return f"{start}; nothing could be judged: {fall.note or 'no rule could be checked'}."
+    circumstances = [finding for finding in findings if RULES[finding.rule].is_circumstance]
+    first, *others = [finding for finding in findings if finding not in circumstances] or findings
+    losses = sorted((part for part in fall.parts if part.name != "ideal"), key=lambda part: -part.share)
+    from_parts = RULES[first.rule].parts
+    title, named = _with_gain(first), [name for name in from_parts if len(from_parts) == 1]
+    small = next((finding for finding in others if finding.is_cause and finding.lost > 0), None)
+    if first.is_cause and not first.is_doubt:
+        largest = losses[0]
+        if largest.name not in from_parts and largest.share > MUCH_LARGER * first.lost:
+            titles = [finding.title for finding in others if RULES[finding.rule].parts == (largest.name,)]
+            title = f"{titles[0] if titles else _sentence(largest, evidence)}. What can be mended: {title}"
+            named.append(largest.name)
+        # What the finding may consist of is not told twice.
+        named += [part.name for part in losses if part.name in from_parts and part.share <= first.lost]
+    elif not evidence.is_untold and small is not None:
+        title += f"; the largest that was found: {_with_gain(small)}"
+        named += RULES[small.rule].parts if len(RULES[small.rule].parts) == 1 else ()
+    elif not first.is_cause and num_blind and not evidence.is_untold:
         num_rules = sum(not rule.is_last_resort for rule in RULES.values())
-        cause += f", though {num_blind} of {num_rules} rules could not look"
-    return f"{cause}{_reserve(evidence.window.num_ordinary)}."
+        title += f", though {num_blind} of {num_rules} rules could not be checked"
+    if circumstances:
+        title = f"{_with_gain(circumstances[0])}. Apart from that, {title}"
+    few = evidence.window.num_ordinary
+    reserve = f" (from {plural(few, 'step')} only)" if few < FEW_STEPS else ""
+    start += f"{';' if fall.mfu is None or ':' in title.partition('. ')[0] else ':'} {title}{reserve}."
+    named += ["unexplained", "launch_gaps"] if evidence.is_untold and not first.is_cause else []
+    rest = [part for part in losses if part.name not in named and part.share >= WORTH_NAMING][:3]
+    if first.is_doubt or not rest:
+        return start
+    listed = ", ".join(f"{_label(part, evidence)} {percent(part.share)}" for part in rest)
+    return f"{start} The rest of the time: {listed}."
 
 
-def _faster(gain: float) -> str:
+def _label(part: Part, evidence: Evidence) -> str:
+    """Without a peak, all of the matmuls' time is in their part."""
+    is_all = part.name == "matmul_below_peak" and evidence.waterfall.mfu is None
+    return "matmuls" if is_all else part.label.lower()
+
+
+def _with_gain(finding: Finding) -> str:
     """Beyond twice as fast, percentages are hard to picture."""
-    return f"{percent(gain)} faster" if gain <= 1 else f"{1 + gain:.1f} times as fast"
+    if finding.gain is None or not finding.gain.expected:
+        return finding.title
+    gain = finding.gain.expected
+    return f"{finding.title}; without that it would run about " + (
+        f"{percent(gain)} faster" if gain <= 1 else f"{1 + gain:.1f} times as fast"
+    )
 
 
-def _reserve(num_steps: int) -> str:
-    return f" (from {plural(num_steps, 'step')} only)" if num_steps < FEW_STEPS else ""
+def _sentence(part: Part, evidence: Evidence) -> str:
+    """What a large part of the time says by itself."""
+    if part.name == "matmul_below_peak" and (speed := matmul_speed(evidence)):
+        return f"matmuls run at {speed} of the peak, which costs {percent(part.share)} of the time"
+    spent = "is" if part.name == "unexplained" else "goes into"
+    return f"{percent(part.share)} of the time {spent} {_label(part, evidence)}"

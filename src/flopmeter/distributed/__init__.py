@@ -18,20 +18,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
 
 from flopmeter.config.sections import Distributed
 from flopmeter.distributed.blocking import Blocking
-from flopmeter.distributed.exchange import Exchange, Greeting, Plan
+from flopmeter.distributed.exchange import Exchange, Greeting, Mailbox, Plan, next_prefix, own_connection
 from flopmeter.distributed.layout import Layout, layout_of
-from flopmeter.distributed.mailbox import Mailbox, next_prefix, own_connection
-from flopmeter.distributed.packet import COMMUNICATION, LAST_WORD, Interval, RankStep, Table
-from flopmeter.distributed.starvation import Starvation
+from flopmeter.distributed.packet import (
+    COMMUNICATION,
+    LAST_WORD,
+    Heard,
+    Interval,
+    JobScale,
+    RankStep,
+    Starvation,
+    Table,
+    describe,
+    metrics_of,
+    scale_of,
+)
 from flopmeter.distributed.stragglers import StragglerWatch
-from flopmeter.distributed.summary import Heard, JobScale, describe, metrics_of, scale_of
 
 __all__ = ["COMMUNICATION", "PATIENCE_S", "Emit", "JobScale", "RankStep", "Ranks", "join_job"]
 
@@ -43,10 +52,8 @@ MOST_STEPS = 4096
 """While a packet waits to be sent, the interval after it grows to this many steps at most, then takes its place."""
 
 
-class Emit(Protocol):
-    """Writes an event to the record, with what the sinks get of it."""
-
-    def __call__(self, event: str, metrics: Mapping[str, float] | None = None, **fields: Any) -> None: ...
+Emit: TypeAlias = Callable[..., None]
+"""Writes an event to the record: its name, what the sinks get of it (metrics by key, or None), and its fields."""
 
 
 def join_job(
@@ -65,6 +72,8 @@ class Ranks:
         self, model: nn.Module | None, settings: Distributed, phase: Callable[[], int], emit: Emit, device: str
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.is_writer = self.rank == 0
+        """Whether this rank keeps the job's record."""
         self.memory_bytes = math.nan
         """The newest sample of the memory in use."""
         self.on_count: Callable[[Mapping[str, Any]], None] | None = None
@@ -74,7 +83,8 @@ class Ranks:
         self.blocking = Blocking(model, phase)
         self._every, self._at_least_s = settings.statistics_every, settings.statistics_s
         self._emit = emit
-        self._measures = self.rank == 0 or self.layout.is_uneven
+        self.measures = self.is_writer or self.layout.is_uneven
+        """Whether this rank must count its FLOPs itself."""
         self._is_alike = True
         self._hosts: list[str] = []
         self._sharers = [1] * self.world_size
@@ -87,7 +97,9 @@ class Ranks:
         self.exchange = Exchange(
             self.rank,
             self.world_size,
-            self._greeting(device),
+            Greeting(
+                host=socket.gethostname(), device=device, digest=self.layout.digest, is_uneven=self.layout.is_uneven
+            ),
             lambda: Mailbox(own_connection(), prefix),
             on_joined=self._on_joined,
             on_packets=self._on_packets,
@@ -95,16 +107,6 @@ class Ranks:
             on_off=self._on_off,
             join_s=settings.join_s,
         )
-
-    @property
-    def measures(self) -> bool:
-        """Whether this rank must count its FLOPs itself."""
-        return self._measures
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this rank keeps the job's record."""
-        return self.rank == 0
 
     def start(self) -> None:
         """Begin to listen and to talk."""
@@ -117,28 +119,19 @@ class Ranks:
         """Take a step; one that was measured or warmed up does not represent the rank."""
         if self._is_broken:
             return
-        try:
-            self._add(step, is_typical)
-        except Exception as error:  # noqa: BLE001 - the step must reach the record all the same
-            self._break(error)
-
-    def _add(self, step: RankStep, is_typical: bool) -> None:
-        self.exchange.note_first_step()
-        if not is_typical:
-            return
         interval = self._interval
-        interval.add(step)
-        if interval.num_steps < self._every or interval.seconds < self._at_least_s:
-            return
-        if not self.exchange.is_behind or interval.num_steps >= MOST_STEPS:
-            self.exchange.post(self._packed())
-            self._interval = self._new_interval(interval.index + 1)
-
-    def _break(self, error: Exception) -> None:
-        """Nothing more is told of this rank; the others need not wait for it."""
-        self._is_broken = True
-        self.exchange.post(LAST_WORD)
-        self._on_off(f"{type(error).__name__}: {error}")
+        try:
+            self.exchange.note_first_step()
+            if is_typical:
+                interval.add(step)
+            is_full = is_typical and interval.num_steps >= self._every and interval.seconds >= self._at_least_s
+            if is_full and (not self.exchange.is_behind or interval.num_steps >= MOST_STEPS):
+                self.exchange.post(self._packed())
+                self._interval = self._new_interval(interval.index + 1)
+        except Exception as error:  # noqa: BLE001 - the step must reach the record all the same
+            self._is_broken = True  # nothing more is told of this rank; the others need not wait for it
+            self.exchange.post(LAST_WORD)
+            self._on_off(f"{type(error).__name__}: {error}")
 
     def add_device(self, phase_s: Mapping[str, float]) -> None:
         """Take a step as the device went through it, by phase; `COMMUNICATION` is one of them."""
@@ -166,13 +159,9 @@ class Ranks:
     def _new_interval(self, number: int) -> Interval:
         return Interval(index=number, weight=1.0 if self.layout.counts_tokens else 0.0)
 
-    def _greeting(self, device: str) -> Greeting:
-        layout = self.layout
-        return Greeting(host=socket.gethostname(), device=device, digest=layout.digest, is_uneven=layout.is_uneven)
-
     def _usual_scale(self, device: str) -> JobScale:
         """Until the ranks have spoken: all work as rank 0 does."""
-        if self.rank != 0:
+        if not self.is_writer:
             return JobScale(flop=1.0, tokens=1.0, samples=1.0, devices=1.0)
         size = float(self.world_size)
         num_groups = size / self.layout.num_sharing
@@ -190,26 +179,25 @@ class Ranks:
             self._emit("warning", message="the ranks do not do the same work: each counts its own FLOPs")
 
     def _on_plan(self, plan: Plan, count: Mapping[str, Any] | None) -> None:
-        self._measures = plan.is_uneven or plan.digest != self.layout.digest
-        if count is not None and not self._measures and self.on_count is not None:
+        self.measures = plan.is_uneven or plan.digest != self.layout.digest
+        if count is not None and not self.measures and self.on_count is not None:
             self.on_count(count)
 
     def _on_packets(self, table: Table) -> None:
-        heard = self._heard.update(table, time.monotonic())
-        if not heard.is_complete and table["is_last"][0] != 1:
+        is_missing, is_all_new, is_complete = self._heard.update(table, time.monotonic())
+        if not is_complete and table["is_last"][0] != 1:
             return  # a spread over some of the ranks would name the wrong one
-        fields = describe(table, heard.is_missing)
+        fields = describe(table, is_missing)
         self._emit("ranks", metrics_of(fields), **fields)
         for rank in fields["missing"]:
             for name in ("model_flop", "tokens_processed", "samples"):  # its device is still there, its work is not
                 table[name][rank] = 0.0
         self.scale = scale_of(table, self._sharers, self.scale, is_alike=self._is_alike)
-        if heard.is_all_new and (straggler := self._watch.update(table)) is not None:
+        if is_all_new and (straggler := self._watch.update(table)) is not None:
             host = self._hosts[straggler.rank] if straggler.rank is not None and self._hosts else None
             self._emit("straggler", host=host, **asdict(straggler))
 
     def _on_off(self, reason: str) -> None:
-        if self.rank != 0:
-            self._measures = True
+        self.measures = True
         logger.warning("rank %d: no statistics of the other ranks from here on: %s", self.rank, reason)
         self._emit("warning", message=f"no statistics of the other ranks from here on: {reason}")

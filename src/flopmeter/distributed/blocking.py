@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flopmeter.devices.placement import devices_of
+from flopmeter.devices import devices_of
+from flopmeter.hook_hiding import replace_attribute
 from flopmeter.schema import PHASES
 from flopmeter.torch_compat import (
     DisableTorchFunction,
@@ -154,10 +155,4 @@ class Blocking:
                 self._is_inside = False
                 self._blocked_ns[min(self._phase(), len(PHASES))] += perf_counter_ns() - start_ns
 
-        setattr(owner, name, waiting)
-
-        def undo() -> None:
-            if getattr(owner, name) is waiting:
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
+        self._undo.append(replace_attribute(owner, name, waiting))

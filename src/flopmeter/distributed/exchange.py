@@ -4,8 +4,10 @@
     interval    each rank leaves one packet every N steps, over its last one; rank 0 then reads the newest of each.
     count       rank 0 leaves what it counted beside a new plan; the others look at the plan once per interval.
 
-Up to `FLAT_RANKS` ranks, rank 0 reads every packet itself. Beyond, the first of every `GROUP_RANKS` ranks joins the
-packets of its group into one note, and rank 0 reads those.
+Notes lie in the store that the job already has, under a prefix of ours. Only `set` and `multi_set` (nobody answers
+them), `check`, and `multi_get` of notes that are known to be there are used: no call that waits for another rank, and
+nothing on a process group, where a rank that skips our turn would pair it with a gradient. Notes are overwritten, never
+added, so the store does not grow.
 """
 
 from __future__ import annotations
@@ -13,20 +15,24 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any, NamedTuple
 
-from flopmeter.distributed.mailbox import Mailbox
-from flopmeter.distributed.packet import NO_PACKET, Table, split, unpack
+import torch.distributed as dist
+
+from flopmeter.distributed.packet import NO_PACKET, Table, unpack
+from flopmeter.torch_compat import default_store
 
 logger = logging.getLogger("flopmeter")
 
-FLAT_RANKS = 1024
-GROUP_RANKS = 64
+TIMEOUT_S = 20.0
+"""After so long a call to a store that hangs raises, in our own thread."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 1.0
 CLOSING_POLL_S = 0.02
 EXIT_S = 5.0
@@ -34,8 +40,10 @@ EXIT_S = 5.0
 if that is on the way out of a store's call, C++ cannot unwind and aborts the process."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+_numbers = count()
+
+
+class Plan(NamedTuple):
     """What rank 0 has decided; the others read it."""
 
     has_statistics: bool
@@ -48,15 +56,63 @@ class Plan:
     """Counts that rank 0 has published so far."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Greeting:
+class Greeting(NamedTuple):
     """What a rank says of itself when it joins."""
 
     host: str
     device: str
     """Names the device among those of the host; ranks that share one give the same name."""
     digest: str
+    """Shape of the rank's model and of its place in the mesh."""
     is_uneven: bool = False
+    """Whether its work depends on where a router sends tokens."""
+
+
+class Mailbox:
+    """Notes by name. Not for the training thread: a call may take as long as `TIMEOUT_S` when the store's host hangs.
+
+    Args:
+        store: Any torch store; tests pass one of their own.
+        prefix: Set apart restarts of a job and monitors of a process, so that no stale note is read.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store)
+
+    def put(self, notes: Mapping[str, bytes]) -> None:
+        """Leave these notes, in one call."""
+        if len(notes) == 1:
+            self._store.set(*next(iter(notes.items())))
+        else:
+            self._store.multi_set(list(notes), list(notes.values()))
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether all of these notes are there."""
+        return bool(self._store.check(list(names)))
+
+    def read(self, names: Sequence[str]) -> list[bytes]:
+        """Notes that `has` has seen, in one call. On any other it would wait, up to the timeout."""
+        return [bytes(note) for note in self._store.multi_get(list(names))]
+
+
+def next_prefix() -> str:
+    """A prefix that every rank comes to by itself, as long as all make their monitors in the same order."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"flopmeter/{restart}/{next(_numbers)}"
+
+
+def own_connection() -> Any:
+    """The job's store, over a connection of our own where it can give one. May take a while: not for training."""
+    store: Any = default_store()
+    try:
+        own = store.clone()
+        usual = store.timeout
+        own.set_timeout(timedelta(seconds=TIMEOUT_S))
+        if store.timeout != usual:  # an in-process store's copy is the store itself
+            own.set_timeout(usual)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+    return own
 
 
 class Exchange:
@@ -84,7 +140,8 @@ class Exchange:
         on_off: Callable[[str], None],
         join_s: float,
     ) -> None:
-        self.mailbox: Mailbox | None = None
+        self.mailbox: Any = None
+        """The mailbox, once the thread has opened it."""
         self.plan: Plan | None = None
         self.cpu_s = 0.0
         """CPU time of the thread."""
@@ -157,7 +214,8 @@ class Exchange:
                 self._leave()
         except Exception as error:  # noqa: BLE001 - the job comes first; the reason is told
             if self._patience_s is None:  # when all are leaving, the store goes with the first of them
-                self._switch_off(f"{type(error).__name__}: {_first_line(error)}")
+                line = (str(error).splitlines() or [""])[0][:200]
+                self._switch_off(f"{type(error).__name__}: {line}")
         self.cpu_s = time.thread_time()
 
     def _is_waiting(self) -> bool:
@@ -173,14 +231,11 @@ class Exchange:
 
     def _greet(self) -> None:
         self.mailbox = self._connect()
-        notes = {_packet_note(self._rank): NO_PACKET}
-        if self._leads():
-            notes[_group_note(self._rank // GROUP_RANKS)] = b""
-        # In one call, the greeting last: who sees it may read the others.
-        self.mailbox.put({**notes, f"hello/{self._rank}": json.dumps(_plain(self._greeting)).encode()})
+        hello = json.dumps(self._greeting._asdict()).encode()
+        # In one call, the greeting last: who sees it may read the packet.
+        self.mailbox.put({f"packet/{self._rank}": NO_PACKET, f"hello/{self._rank}": hello})
 
     def _turn(self) -> None:
-        assert self.mailbox is not None
         if self._rank == 0 and self.plan is None:
             self._gather()
         if self._rank != 0:
@@ -192,15 +247,12 @@ class Exchange:
         packet = self._packets.popleft()
         if self._is_off or (self.plan is not None and not self.plan.has_statistics):
             return
-        self.mailbox.put({_packet_note(self._rank): packet})
-        if self.plan is not None and self._patience_s is None:
-            self._join_group()
-            if self._rank == 0:
-                self._on_packets(self._read())
+        self.mailbox.put({f"packet/{self._rank}": packet})
+        if self.plan is not None and self._patience_s is None and self._rank == 0:
+            self._on_packets(self._read())
 
     def _gather(self) -> None:
         """Rank 0: has everybody come?"""
-        assert self.mailbox is not None
         names = [f"hello/{rank}" for rank in range(self._world_size)]
         if self.mailbox.has(names):
             greetings = [Greeting(**json.loads(note)) for note in self.mailbox.read(names)]
@@ -208,22 +260,20 @@ class Exchange:
             self._on_joined(greetings)
             self._set_plan(Plan(has_statistics=True, digest=self._greeting.digest, is_uneven=is_uneven))
         elif self._is_late():
-            absent = [rank for rank, name in enumerate(names[:FLAT_RANKS]) if not self.mailbox.has([name])]
+            absent = [rank for rank, name in enumerate(names) if not self.mailbox.has([name])]
             self._set_plan(Plan(has_statistics=False, digest=self._greeting.digest))
             listed = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
             self._on_off(f"rank {listed} did not join within {self._join_s:g} s: does it run without the monitor?")
 
     def _set_plan(self, plan: Plan, count: Mapping[str, Any] | None = None) -> None:
-        assert self.mailbox is not None
         if count is not None:
-            plan = Plan(**{**_plain(plan), "version": plan.version + 1})
+            plan = plan._replace(version=plan.version + 1)
         notes = {"count": json.dumps(count).encode()} if count is not None else {}
-        self.mailbox.put({**notes, "plan": json.dumps(_plain(plan)).encode()})
+        self.mailbox.put({**notes, "plan": json.dumps(plan._asdict()).encode()})
         self.plan = plan
 
     def _look_at_plan(self) -> None:
         """The others: is there a plan, and a new count? Without a plan for too long each counts for itself."""
-        assert self.mailbox is not None
         if self.plan is None and not self.mailbox.has(["plan"]):
             if self._is_late():
                 self._switch_off(
@@ -237,24 +287,9 @@ class Exchange:
             self._seen_version, self.plan = plan.version, plan
             self._on_plan(plan, count)
 
-    def _leads(self) -> bool:
-        return self._world_size > FLAT_RANKS and self._rank % GROUP_RANKS == 0
-
-    def _join_group(self) -> None:
-        if self._leads():
-            assert self.mailbox is not None
-            members = range(self._rank, min(self._rank + GROUP_RANKS, self._world_size))
-            packets = self.mailbox.read([_packet_note(rank) for rank in members])
-            self.mailbox.put({_group_note(self._rank // GROUP_RANKS): b"".join(packets)})
-
     def _read(self) -> Table:
-        assert self.mailbox is not None
-        if self._world_size <= FLAT_RANKS:
-            packets = self.mailbox.read([_packet_note(rank) for rank in range(self._world_size)])
-        else:
-            groups = self.mailbox.read([_group_note(g) for g in range(-(-self._world_size // GROUP_RANKS))])
-            packets = [packet for group in groups for packet in _members(group)]
-        return unpack(packets, self._world_size)
+        names = [f"packet/{rank}" for rank in range(self._world_size)]
+        return unpack(self.mailbox.read(names), self._world_size)
 
     def _leave(self) -> None:
         """The run is over. Everybody's last packet is still to come; those who are quick enough are in the record."""
@@ -264,10 +299,7 @@ class Exchange:
         while self._rank == 0 and self.plan is None and time.monotonic() < deadline_s:
             time.sleep(CLOSING_POLL_S)
             self._turn()
-        if self.plan is None or not self.plan.has_statistics:
-            return
-        self._join_group()
-        if self._rank != 0:
+        if self.plan is None or not self.plan.has_statistics or self._rank != 0:
             return
         table = self._read()
         while any(is_last != 1 for is_last in table["is_last"]) and time.monotonic() < deadline_s:
@@ -278,24 +310,3 @@ class Exchange:
     def _switch_off(self, reason: str) -> None:
         self._is_off = True
         self._on_off(reason)
-
-
-def _members(group: bytes) -> list[bytes]:
-    packets = split(group)
-    return packets + [NO_PACKET] * (GROUP_RANKS - len(packets))
-
-
-def _packet_note(rank: int) -> str:
-    return f"packet/{rank}"
-
-
-def _group_note(group: int) -> str:
-    return f"group/{group}"
-
-
-def _plain(value: Plan | Greeting) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__slots__}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]

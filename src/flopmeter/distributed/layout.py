@@ -144,8 +144,14 @@ def _digest(model: nn.Module) -> str:
 
 def _note(model: nn.Module) -> str:
     """Matrices that every tensor-parallel rank holds in full may be work that is done more than once."""
-    linears = {path: module.weight for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    whole = [path for path, weight in linears.items() if not _is_split(weight)]
+    linears: dict[str, Any] = {
+        path: module.weight for path, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    whole = [
+        path
+        for path, weight in linears.items()
+        if mesh_of(weight) is None or not any(placement.is_shard() for placement in weight.placements)
+    ]
     if not whole:
         return ""
     named = ", ".join(whole[:MAX_NAMED]) + (", ..." if len(whole) > MAX_NAMED else "")
@@ -153,10 +159,6 @@ def _note(model: nn.Module) -> str:
         f"{len(whole)} of {len(linears)} linear layers are not split over the model-parallel ranks ({named}): if each "
         "of these ranks runs them on the whole batch, the job's FLOPs hold that work once per rank"
     )
-
-
-def _is_split(weight: Any) -> bool:
-    return mesh_of(weight) is not None and any(placement.is_shard() for placement in weight.placements)
 
 
 def mesh_of(parameter: torch.Tensor) -> Any:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Literal
 
-from flopmeter.distributed.packet import Table
-from flopmeter.distributed.summary import column
+from flopmeter.distributed.packet import Table, column
 from flopmeter.schema import PHASES
 
 SUSTAINED = 3

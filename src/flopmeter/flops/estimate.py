@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
+from flopmeter.flops.count import call_arguments, count_call
 from flopmeter.flops.flop_count import Convention, FlopCount, new_growth
-from flopmeter.flops.side_count import call_arguments, count_call
 from flopmeter.flops.tf32 import product_dtype, tf32_families
 from flopmeter.flops.workload import PROCESSED, Workload, WorkloadReader, needs_of, parameter_names, unwrap, workload_of
 from flopmeter.torch_compat import Convolution
@@ -36,7 +36,7 @@ RULE_OF_THUMB = "estimate (rule of thumb, low confidence)"
 MAX_UNREAD_SHARE = 0.5
 """With more of its weights unread than this, a model's structure counts as unknown."""
 _ONES: dict[str, Any] = {field.name: 1 for field in fields(Workload) if "padding" not in field.name}
-UNIT = Workload(**_ONES | {"window": 0, "patch_window": None})
+UNIT = Workload(**_ONES | {"window": 0, "patch_window": None, "shape": ()})
 """What the leaves are read for: one of each."""
 
 _POOLED = re.compile(r"(^|\.)(pooler|classifier|score|seq_relationship|cls_head)(\.|$)")
@@ -267,13 +267,9 @@ class _Rows:
         prefix, name = field.removesuffix("tokens"), "pairs_causal" if is_causal else "pairs_full"
         if prefix and re.search(r"cross|encdec|encoder_att|multihead_attn", path.lower()):
             return "cross_pairs", 1
-        return "pairs_window" if self._needs.window and _slides(module, self._config) else f"{prefix}{name}", 1
-
-
-def _slides(module: nn.Module, config: Any) -> bool:
-    """Whether a layer has the window of its config."""
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    return not kinds or not isinstance(layer, int) or "sliding" in kinds[layer]
+        kinds, layer = getattr(self._config, "layer_types", None), getattr(module, "layer_idx", None)
+        slides = not kinds or not isinstance(layer, int) or "sliding" in kinds[layer]
+        return "pairs_window" if self._needs.window and slides else f"{prefix}{name}", 1
 
 
 def _is_text(model: nn.Module) -> bool:

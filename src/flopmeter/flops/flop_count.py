@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from flopmeter.errors import CountError
 
 if TYPE_CHECKING:
     from flopmeter.flops.workload import Workload
@@ -35,7 +37,9 @@ class FlopCount:
     optimizer_flop: float = 0
     """Matrix work inside the optimizer (Muon, Shampoo); element-wise updates are not FLOPs here."""
     hardware_flop: float = 0
-    """All that ran: recomputation, and what fused attention recomputes inside its backward, included."""
+    """All that ran: recomputation, what fused attention recomputes inside its backward, and other roles included."""
+    by_role: Mapping[str, float] = field(default_factory=dict)
+    """Hardware FLOPs of passes without gradients, by role: no model work, and in neither `by_dtype` nor `growth`."""
     by_dtype: Mapping[str, float] = field(default_factory=dict)
     """Model FLOPs by the dtype of the operation (not of the weights)."""
     hardware_by_dtype: Mapping[str, float] = field(default_factory=dict)
@@ -52,8 +56,6 @@ class FlopCount:
     """Counted work over the work that is known to have happened; None when nothing tells."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
     """Operators that do matrix work and have no formula, with their number of calls."""
-    formula: str | None = None
-    """The model's FLOPs as an expression in batch size B and length S, where it is known."""
     method: str = "observed"
     """How it was obtained: observed, meta, fake, real, estimate, profiler, with what fell back."""
     convention: Convention = "exact"
@@ -71,7 +73,7 @@ class FlopCount:
             backward_flop=phases.get("backward", 0.0),
             recompute_flop=phases.get("recompute", 0.0),
             optimizer_flop=phases.get("optimizer", 0.0),
-            hardware_flop=sum(totals["hardware"].values()),
+            hardware_flop=sum(totals["hardware"].values()) + sum(others.get("by_role", {}).values()),
             by_dtype=totals[convention],
             hardware_by_dtype=totals["hardware"],
             growth=own,
@@ -83,6 +85,70 @@ class FlopCount:
     def model_flop(self) -> float:
         """What the mathematics needs: forward and backward, no recomputation. The numerator of MFU."""
         return self.forward_flop + self.backward_flop
+
+    @property
+    def formula(self) -> str | None:
+        """The model's FLOPs in what they grow with: '28311552*tokens + 3072*pairs_causal'; None where nobody knows."""
+        amounts: dict[str, float] = defaultdict(float)
+        for parts in self.growth.get(self.convention, {}).values():
+            for name, flop in parts.items():
+                amounts[name] += flop / getattr(self.workload, name, 0) if getattr(self.workload, name, 0) else 0
+        return " + ".join(f"{flop:.10g}*{name}" for name, flop in amounts.items()) or None
+
+    def at(
+        self,
+        batch: Workload | Mapping[str, Any] | tuple[Any, ...] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+    ) -> FlopCount:
+        """The same model's count for another batch: each part grows with what it was counted to grow with.
+
+        Takes tens of microseconds: for micro-batches that are to take equally long, say.
+
+        Args:
+            batch: What the model would be called with, (batch size, length), or a workload.
+            lengths: In its place: of texts, each for itself, padded or packed into one row.
+
+        Raises:
+            CountError: What parts grow with is not known, as of a profiler's count, or the batch has another kind of
+                input, of which this count says nothing.
+        """
+        from flopmeter.flops.workload import Needs, Workload, workload_of
+
+        if (batch is None) is (lengths is None):
+            raise TypeError("either a batch or the lengths of its texts")
+        before = self.workload
+        if before is None or not self.growth:
+            raise CountError("this count does not say what its parts grow with")
+        reads: Any = "text" if before.tokens else "values"
+        has_decoder = before.decoder_tokens > 0
+        needs = Needs(window=before.window, patch_window=before.patch_window, has_decoder=has_decoder, reads=reads)
+        if lengths is not None:
+            after = Workload.of_lengths(lengths, needs=needs)
+        elif isinstance(batch, Workload):
+            after = batch
+        elif isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(size, int) for size in batch):
+            after = Workload.of_lengths([batch[1]] * batch[0], needs=needs)
+        else:
+            after = workload_of(batch, needs)
+        for kind in ("tokens", "decoder_tokens", "values", "patches"):
+            if getattr(after, kind) and not getattr(before, kind):
+                raise CountError(f"the batch has {kind}, the one that was counted had none")
+        growth = {
+            name: {
+                dtype: {own: flop * getattr(after, own) / getattr(before, own) for own, flop in parts.items()}
+                for dtype, parts in by.items()
+            }
+            for name, by in self.growth.items()
+        }
+        sums = {name: sum(sum(parts.values()) for parts in by.values()) for name, by in growth.items()}
+        ratio = sums[self.convention] / self.model_flop if self.model_flop else 0.0
+        rerun = sums["hardware"] / self.hardware_flop if self.hardware_flop else 0.0
+        phases = {"forward": self.forward_flop * ratio, "backward": self.backward_flop * ratio}
+        phases |= {"recompute": self.recompute_flop * rerun, "optimizer": self.optimizer_flop}
+        told = {name: getattr(self, name) for name in ("coverage", "uncounted", "left_out")}
+        method = f"{self.method}, for another batch"
+        return FlopCount.of(phases, growth, self.convention, workload=after, method=method, **told)
 
     def __add__(self, other: FlopCount) -> FlopCount:
         """Both taken together; what is no number is the first one's, and the lesser coverage stands for both."""
@@ -100,7 +166,7 @@ class FlopCount:
 
 _NUMBERS = (
     *("forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop"),
-    *("by_dtype", "hardware_by_dtype", "by_op", "by_module", "growth"),
+    *("by_dtype", "hardware_by_dtype", "by_op", "by_module", "by_role", "growth"),
 )
 
 

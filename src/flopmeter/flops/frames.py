@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from threading import get_ident
 from typing import Any, Literal, TypeGuard
@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
+from flopmeter.flops.token_rows import Axes, Text, TokenRows
 from flopmeter.flops.workload import (
     LateWorkload,
     Needs,
@@ -26,6 +27,7 @@ from flopmeter.flops.workload import (
     late_workload,
     needs_of,
     padding_mask,
+    parameter_names,
     real_tokens,
 )
 from flopmeter.hook_hiding import OwnHook, hide_hooks
@@ -42,8 +44,7 @@ from flopmeter.torch_compat import (
 logger = logging.getLogger("flopmeter")
 
 Driver = Literal["token", "patch", "value", "sample"]
-"""What the rows of a module's input are: tokens, patches of images beside a text, parts of images or recordings, or one
-row for each sample."""
+"""What the rows of a module's input are, judged by their number: it names what FLOPs grow with, and discounts none."""
 
 _TEXT_INPUTS = ("input_ids", "inputs_embeds")
 _FIRST_TENSOR_NAMES = (*_TEXT_INPUTS, "hidden_states", "decoder_input_ids", "pixel_values", "input_features", "x")
@@ -51,7 +52,7 @@ _FIRST_TENSOR_NAMES = (*_TEXT_INPUTS, "hidden_states", "decoder_input_ids", "pix
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """What one call of the root module was given."""
+    """What one call of an outermost module was given."""
 
     samples: int = 0
     """Size of the first dimension."""
@@ -61,18 +62,12 @@ class Batch:
     """Rows of the vision tower: patches, or images where patches are made inside."""
     pixels: torch.Size | None = None
     """Shape of the images, beside text."""
-    token_is_real: torch.Tensor | None = None
-    """Boolean (samples, length), False on padding; None when nothing is padded or nothing tells."""
-    decoder_token_is_real: torch.Tensor | None = None
-    """The same of the text that an encoder-decoder's decoder is given beside."""
-    memory: Batch | None = None
-    """What an encoder made, where this is the text of a decoder that attends to it."""
-    storage: int = 0
-    """Names the tensor that a decoder's memory was read from (encoder and decoder may be equally long); else 0."""
     late: LateWorkload | None = None
     """All that the call was given, in numbers that may still be on the device."""
+    decoder: Text | None = None
+    """The text of an encoder-decoder's decoder."""
     is_evaluation: bool = False
-    """The root was entered with gradients off."""
+    """The module was entered with gradients off."""
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
     """The call's arguments, kept only where a twin may have to be counted with them."""
     autocast: tuple[str, torch.dtype] | None = None
@@ -92,13 +87,19 @@ class Frame:
     path: str
     batch: Batch
     driver: Driver
-    """What its products grow with, attention apart."""
+    """What its products grow with, attention and proven tokens apart."""
     needed_flop: int = 0
     """Forward FLOPs that its own weight matrix needs for the input it got: what a blind counter would miss."""
-    decoder: Batch | None = None
-    """The text of a decoder that has started inside: what comes after it works on its rows."""
+    num_gradients: int = 0
+    """Of its input and its weight, how many want a gradient: each takes as many FLOPs again."""
+    dtype: str = ""
+    """Of its weight."""
+    text: Text | None = None
+    """The text that the rows of its input are proven to be."""
     slides: bool | None = None
     """Whether its attention has the window that the config names; None where nothing tells."""
+    task: int = -1
+    """The backward pass that it was started in."""
 
 
 NO_FRAME = Frame("", Batch(), "value")
@@ -107,8 +108,10 @@ NO_FRAME = Frame("", Batch(), "value")
 class FrameTracker:
     """Keeps the stack of running modules, and which one a later gradient belongs to."""
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
+    def __init__(self, roots: Sequence[nn.Module], rows: TokenRows, *, is_aside: bool = False) -> None:
         self._roots = roots
+        self._is_aside = is_aside
+        self.rows = rows
         self.needs = needs_of(*roots)
         self._reader = WorkloadReader(self.needs, models=roots)
         self._stack: list[Frame] = []
@@ -123,6 +126,8 @@ class FrameTracker:
         """Whether an input that cannot be read was told of."""
         self.on_batch: Callable[[], None] | None = None
         """Told of each such call before anything runs in it."""
+        self.axes: dict[str, Axes] = {}
+        """By module, which dimensions of its first tensor held a text in the forward pass."""
 
     @property
     def depth(self) -> int:
@@ -138,6 +143,11 @@ class FrameTracker:
     def is_spread(self) -> bool:
         """Whether a root calls copies of its model on threads of their own, one for each device."""
         return any(is_spread(root) for root in self._roots)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a module was started in the backward pass that runs now."""
+        return bool(self._stack) and self._stack[-1].task == graph_task_id() != -1
 
     def current(self) -> Frame:
         """The innermost running module."""
@@ -173,33 +183,60 @@ class FrameTracker:
         self._undo.clear()
 
     def is_elsewhere(self) -> bool:
-        """Whether a thread that does not train calls a module, for an evaluation or to act."""
+        """Whether a thread that does not train calls a module, for an evaluation or to act; or a count on shapes."""
+        if counts_aside and not self._is_aside:
+            return True
         return get_ident() != self._thread and not torch.is_grad_enabled() and graph_task_id() == -1
 
-    def start_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool) -> Batch:
-        """A root is called from outside: what with?"""
+    def start_batch(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_arguments: bool, part: nn.Module | None = None
+    ) -> Batch:
+        """A root is called from outside, or a part of one: what with?"""
         if self.on_batch is not None:
             self.on_batch()
-        batch = read_batch(self._reader.in_order(self._reader.bind(args, kwargs)), self.needs)
+        if part is None:
+            named = self._reader.in_order(self._reader.bind(args, kwargs))
+        else:
+            names = (*parameter_names(part), *map(str, range(len(args))))
+            named = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = read_batch(named, self.needs)
         batch.is_evaluation = not torch.is_grad_enabled() and graph_task_id() == -1
-        if batch.memory is not None:
-            batch.memory.is_evaluation, batch.memory.late = batch.is_evaluation, batch.late
+        self._begin_texts(batch)
+        if part is not None:
+            return batch
         if keeps_arguments:
             batch.arguments, batch.autocast = (args, kwargs), active_autocast()
         self.batches.append(batch)
         return batch
 
+    def _begin_texts(self, batch: Batch) -> None:
+        late = batch.late
+        if late is None:
+            return
+        known, text = late.known, late.text
+        samples = known.get("samples", 0)
+        if late.decoder_text is not None and samples:
+            length = known.get("decoder_tokens_processed", 0) // samples
+            batch.decoder = Text(length, "decoder_", late.decoder_is_real)
+            if late.decoder_text is not text:
+                self.begin(late.decoder_text, batch.decoder, samples)
+        if text is not None and batch.length is not None:
+            self.begin(text, Text(batch.length, "", late.is_real), samples)
+        batch.late = replace(late, text=None, decoder_text=None)
+
+    def begin(self, tensor: torch.Tensor, text: Text, samples: int) -> None:
+        """A text comes in as this tensor."""
+        if tensor.dim() == 1:
+            self.rows.begin(tensor, text, 0)
+        elif tuple(tensor.shape[:2]) in ((samples, text.length), (text.length, samples)):
+            self.rows.begin(tensor, text, 1 if tensor.shape[0] == samples and tensor.shape[1] == text.length else 0)
+
     def push(self, frame: Frame) -> None:
         """A module starts."""
         self._stack.append(frame)
         self._mark(frame)
-        if frame.needed_flop and graph_task_id() == -1:
+        if frame.needed_flop and frame.task == -1:
             self.needed.append(frame)
-
-    def start_decoder(self, text: Batch) -> None:
-        """The modules that run now go on with this text, once its decoder is done."""
-        for frame in self._stack:
-            frame.decoder = text
 
     def pop(self) -> None:
         """The innermost module is done, or was left by an exception."""
@@ -214,6 +251,10 @@ class FrameTracker:
             return  # another autograd thread counts from its own zero
         self._sequence.append(number)
         self._frames.append(frame)
+
+
+counts_aside: list[object] = []
+"""Counts on shapes that run now: what their model does is none of the observed step's."""
 
 
 @dataclass(eq=False, slots=True)
@@ -238,30 +279,62 @@ class _EnterHook(OwnHook):
                 tracker.has_told = True
                 where = self.path or "the model"
                 logger.warning("what %s is called with cannot be read: %s: %s", where, type(error).__name__, error)
-            frame = outer
+            frame = Frame(self.path, outer.batch, outer.driver, task=graph_task_id())
         tracker.push(frame)
 
     def _frame(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Frame:
-        starts = self.is_root and outer is NO_FRAME
-        tensor = _first_tensor(args, kwargs)
-        if starts:
-            batch = self.tracker.start_batch(args, kwargs, self.keeps_arguments)
-            driver = _driver(tensor, batch, "token" if batch.length else "value")
+        tracker, tensor, task = self.tracker, _first_tensor(args, kwargs), graph_task_id()
+        if outer is NO_FRAME:
+            batch = tracker.start_batch(args, kwargs, self.keeps_arguments, None if self.is_root else module)
         else:
-            batch = self._text(tensor, args, kwargs, outer)
-            driver = _driver(tensor, batch, outer.driver if batch is outer.batch else "token")
-        slides = _slides(module, self.path, self.tracker.needs, outer)
-        return Frame(self.path, batch, driver, _needed_flop(module, tensor), outer.decoder, slides)
+            batch = outer.batch
+        self._begin_inside(kwargs, tensor, batch)
+        if tensor is not None:
+            if task == -1:
+                tracker.axes[self.path] = tracker.rows.axes(tensor)
+            elif (
+                not tracker.rows.axes(tensor) and max(axes := tracker.axes.get(self.path, {}), default=9) < tensor.dim()
+            ):
+                tracker.rows.put(tensor, axes)  # a checkpointed part gets its input in a tensor of its own
+        driver = _driver(tensor, batch, outer.driver if outer is not NO_FRAME else "value")
+        slides = _slides(module, self.path, tracker.needs, outer)
+        frame = Frame(self.path, batch, driver, _needed_flop(module, tensor), slides=slides, task=task)
+        if frame.needed_flop and tensor is not None and (weight := module._parameters.get("weight")) is not None:
+            frame.num_gradients = tensor.requires_grad + weight.requires_grad
+            frame.dtype = str(weight.dtype).removeprefix("torch.")
+            frame.text = tracker.rows.of_product((tensor,))
+        return frame
 
-    def _text(self, tensor: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Frame) -> Batch:
-        """Which text's rows the module works on: those around it, a decoder's own, or what the decoder attends to."""
-        name = self.path.rpartition(".")[2]
-        decoder = _decoder_text(name, args, kwargs, outer.batch, self.tracker.needs.is_sequence_first)
-        if decoder is None:
-            return outer.batch if tensor is None or tensor.dim() < 2 else _text_of(tensor, outer)
-        if "decoder" in name:
-            self.tracker.start_decoder(decoder)
-        return decoder
+    def _begin_inside(self, kwargs: dict[str, Any], tensor: torch.Tensor | None, batch: Batch) -> None:
+        """A text that comes in where a wrapper or an encoder-decoder calls its model."""
+        states, mask = kwargs.get("encoder_hidden_states"), padding_mask(kwargs, "encoder_")
+        if (
+            has_sizes(states)
+            and not self.tracker.rows.axes(states)
+            and mask is not None
+            and mask.shape == states.shape[:2]
+            and not mask.is_meta
+        ):
+            self.tracker.begin(states, Text(mask.shape[1], "memory_", real_tokens(mask)), mask.shape[0])
+        for name, own in kwargs.items():  # a second text, for a tower of its own
+            ids, stem = own, name.removesuffix("input_ids")
+            mask = kwargs.get(f"{stem}attention_mask") if stem and stem != name and has_sizes(ids) else None
+            if mask is not None and mask.shape == ids.shape and not mask.is_meta and not self.tracker.rows.axes(ids):
+                prefix = "decoder_" if stem == "decoder_" else "memory_"
+                self.tracker.begin(ids, Text(ids.shape[1], prefix, real_tokens(mask)), ids.shape[0])
+        ids = next((own for name in _TEXT_INPUTS if has_sizes(own := kwargs.get(name))), None)
+        ids = tensor if ids is None and tensor is not None and not tensor.is_floating_point() else ids
+        if ids is None or ids.dim() < 2 or self.tracker.rows.axes(ids):
+            return
+        mask, sizes, decoder = padding_mask(kwargs), tuple(ids.shape[:2]), batch.decoder
+        is_decoders = decoder is not None and sizes == (batch.samples, decoder.length)
+        if mask is not None and mask.shape == ids.shape[:2] and not mask.is_meta:
+            text = Text(sizes[1], "decoder_" if is_decoders else "", real_tokens(mask))
+        elif is_decoders and decoder is not None:
+            text = decoder
+        else:
+            return
+        self.tracker.begin(ids, text, sizes[0])
 
 
 @dataclass(eq=False, slots=True)
@@ -296,15 +369,13 @@ def _visible_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.
 
 
 def read_batch(named: Mapping[str, Any], needs: Needs) -> Batch:
-    """Sizes and padding of what the root was called with, without reading a tensor."""
+    """Sizes and padding of what a module was called with, without reading a tensor."""
     named = {name: value for name, value in flatten(named).items() if not _is_empty(name, value)}
     late = late_workload(named, needs)
     samples, processed = late.known.get("samples", 0), late.known.get("tokens_processed", 0)
     batch = Batch(samples=samples, length=processed // samples if samples and processed else None, late=late)
     pixels, grid = named.get("pixel_values"), named.get("image_grid_thw")
     if batch.length is not None:
-        batch.token_is_real, batch.decoder_token_is_real = late.is_real, late.decoder_is_real
-        batch.memory = _memory(named.get("encoder_hidden_states"), named, needs.is_sequence_first)
         if isinstance(pixels, torch.Tensor):
             batch.patches, batch.pixels = pixels.shape[0], pixels.shape
         elif isinstance(grid, torch.Tensor):
@@ -326,83 +397,18 @@ def active_autocast() -> tuple[str, torch.dtype] | None:
     return None
 
 
-def _sequence(tensor: Any, mask: torch.Tensor | None, is_sequence_first: bool) -> Batch | None:
-    """The rows of a text; None for what is none. A mask has its samples first, whatever the text does."""
-    if not _has_sizes(tensor) or tensor.dim() != (3 if tensor.is_floating_point() else 2):
-        return None
-    samples, length = tensor.shape[:2]
-    if (mask is not None and tuple(mask.shape) == (length, samples)) or (mask is None and is_sequence_first):
-        samples, length = length, samples
-    return Batch(samples=samples, length=length, token_is_real=_real_tokens(mask, (samples, length)))
-
-
-def _real_tokens(mask: Any, sizes: tuple[int, int | None]) -> torch.Tensor | None:
-    """Where a mask of these (samples, length) has a token; None where it is no such mask. No value is read here."""
-    if not isinstance(mask, torch.Tensor) or mask.is_meta or tuple(mask.shape) != sizes:
-        return None
-    return real_tokens(mask)
-
-
-def _memory(states: Any, kwargs: Mapping[str, Any], is_sequence_first: bool) -> Batch | None:
-    """What an encoder made, as a decoder is given it."""
-    if not _has_sizes(states) or states.dim() != 3:
-        return None
-    memory = _sequence(states, padding_mask(kwargs, "encoder_"), is_sequence_first)
-    if memory is not None:
-        memory.storage = _storage(states)
-    return memory
-
-
-def _decoder_text(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], around: Batch, is_sequence_first: bool
-) -> Batch | None:
-    """The text of a decoder, which is told by being given what an encoder made; None for any other module."""
-    states = kwargs.get("encoder_hidden_states", args[1] if "decoder" in name and len(args) > 1 else None)
-    memory = _memory(states, kwargs, is_sequence_first)
-    if memory is None or around.memory is not None:
-        return None  # no decoder, or a layer of one
-    mask = padding_mask({**kwargs, "key_padding_mask": kwargs.get("tgt_key_padding_mask")})
-    text = _sequence(_first_tensor(args, kwargs), mask, is_sequence_first)
-    if text is None or not (around.length or any(_has_sizes(kwargs.get(name)) for name in _TEXT_INPUTS)):
-        return None  # an image's rows, which attend to a text
-    text.memory = memory
-    if text.token_is_real is None:
-        text.token_is_real = _real_tokens(around.decoder_token_is_real, (text.samples, text.length))
-    if memory.token_is_real is None:
-        memory.token_is_real = _real_tokens(around.token_is_real, (memory.samples, memory.length))
-    text.is_evaluation = memory.is_evaluation = around.is_evaluation
-    text.late = memory.late = around.late
-    return text
-
-
-def _text_of(tensor: torch.Tensor, outer: Frame) -> Batch:
-    """Whose rows a tensor holds, inside a decoder and after it."""
-    batch, memory = outer.batch, outer.batch.memory
-    if memory is not None:
-        is_memory = _is_text(tensor, memory) and (_storage(tensor) == memory.storage or not _is_text(tensor, batch))
-        return memory if is_memory else batch
-    if outer.decoder is None or batch.storage:  # a part of what projects the memory does not come after the decoder
-        return batch
-    return outer.decoder if _is_text(tensor, outer.decoder) else batch
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Names a tensor's memory, which a checkpointed part gets in a tensor of its own."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a module works on: the first positional one, else the first of the usual names."""
     for value in args:
-        if _has_sizes(value):
+        if has_sizes(value):
             return value
     for name in _FIRST_TENSOR_NAMES:
-        if _has_sizes(value := kwargs.get(name)):
+        if has_sizes(value := kwargs.get(name)):
             return value
-    return next((value for value in kwargs.values() if _has_sizes(value)), None)
+    return next((value for value in kwargs.values() if has_sizes(value)), None)
 
 
-def _has_sizes(value: Any) -> TypeGuard[torch.Tensor]:
+def has_sizes(value: Any) -> TypeGuard[torch.Tensor]:
     """A tensor, and none of sequences of different lengths."""
     return isinstance(value, torch.Tensor) and not value.is_nested
 
@@ -415,12 +421,6 @@ def _driver(tensor: torch.Tensor | None, batch: Batch, inherited: Driver) -> Dri
         return "patch"
     if batch.length is None:
         return "sample" if tensor.dim() == 2 and tensor.shape[0] == batch.samples else "value"
-    fitting = _fitting_drivers(tensor, batch)
-    return inherited if inherited in fitting or not fitting else fitting[0]
-
-
-def _fitting_drivers(tensor: torch.Tensor, batch: Batch) -> list[Driver]:
-    """What the rows may be; none of it for an expert, which gets as many tokens as were sent to it."""
     rows, patches = tensor.shape[0], batch.patches
     fitting: list[Driver] = []
     if _is_text(tensor, batch):
@@ -429,11 +429,11 @@ def _fitting_drivers(tensor: torch.Tensor, batch: Batch) -> list[Driver]:
         fitting.append("patch")
     if rows == batch.samples and tensor.dim() == 2:
         fitting.append("sample")
-    return fitting
+    return inherited if inherited in fitting or not fitting else fitting[0]
 
 
 def _is_text(tensor: torch.Tensor, batch: Batch) -> bool:
-    """Whether a tensor may hold all tokens of this text, sample by sample or in one long row."""
+    """Whether a tensor has as many rows as this text has tokens, sample by sample or in one long row."""
     rows, samples, length = tensor.shape[0], batch.samples, batch.length
     if length is None:
         return False

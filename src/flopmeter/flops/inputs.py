@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from flopmeter.errors import CountError
-from flopmeter.flops.shadow import shadow, untouched
+from flopmeter.flops.on_shapes import only_shapes, untouched
 from flopmeter.torch_compat import Convolution
 
 FREE_IMAGE_SIZE = 448
@@ -138,9 +138,9 @@ class _Described:
     def _pixels(self) -> torch.Tensor:
         vision = getattr(self.config, "vision_config", self.config)
         size = getattr(vision, "image_size", None) or getattr(self.config, "image_size", None) or FREE_IMAGE_SIZE
-        height, width = (size, size) if isinstance(size, int) else _two_sides(size)
+        sides = list(size.values()) if isinstance(size, Mapping) else [size] if isinstance(size, int) else list(size)
         # Ones: an image of zeros is taken for padding by some.
-        return torch.ones(self.batch_size, _channels(vision), height, width, dtype=self.dtype)
+        return torch.ones(self.batch_size, _channels(vision), int(sides[0]), int(sides[-1]), dtype=self.dtype)
 
     def _patches(self) -> tuple[dict[str, torch.Tensor], int]:
         """One image for each sample, cut into the flat patches of Qwen's vision towers; and its tokens."""
@@ -190,7 +190,7 @@ def _num_image_tokens(model: nn.Module, images: torch.Tensor) -> int:
     ask = _AskForFeatures(model)
     state = {name: parameter.to("meta") for name, parameter in ask.named_parameters()}
     state |= {name: buffer.clone() for name, buffer in ask.named_buffers()}
-    with torch.no_grad(), untouched(model), shadow():
+    with torch.no_grad(), untouched(model), only_shapes():
         features = functional_call(ask, state, (images.new_ones(1, *images.shape[1:]),))
     return sum(feature.numel() // feature.shape[-1] for feature in features)
 
@@ -233,14 +233,11 @@ def _first_input(model: nn.Module, batch_size: int, length: int) -> torch.Tensor
             shape = (batch_size, length) if layer.batch_first else (length, batch_size)
             return torch.zeros(*shape, layer.input_size, dtype=dtype)
         if isinstance(layer, nn.Linear):
-            lengths = () if _takes_vectors(model) else (length,)
+            # Batch norm and flattening leave no place for a length between samples and features.
+            takes_vectors = any(isinstance(own, (nn.BatchNorm1d, nn.Flatten)) for own in model.modules())
+            lengths = () if takes_vectors else (length,)
             return torch.zeros(batch_size, *lengths, layer.in_features, dtype=dtype)
     return None
-
-
-def _takes_vectors(model: nn.Module) -> bool:
-    """Batch norm and flattening leave no place for a length between samples and features."""
-    return any(isinstance(layer, (nn.BatchNorm1d, nn.Flatten)) for layer in model.modules())
 
 
 def _ordinary_token(config: Any) -> int:
@@ -266,11 +263,6 @@ def _float_dtype(model: nn.Module) -> torch.dtype:
 def _channels(vision: Any) -> int:
     names = ("num_channels", "in_channels", "in_chans")
     return int(next((getattr(vision, name) for name in names if hasattr(vision, name)), 3))
-
-
-def _two_sides(size: Any) -> tuple[int, int]:
-    sides = (size["height"], size["width"]) if isinstance(size, Mapping) else tuple(size)
-    return int(sides[0]), int(sides[-1])
 
 
 def _unguessable(model: nn.Module, names: Mapping[str, Any], why: str) -> CountError:

@@ -28,7 +28,7 @@ from torch import nn
 
 from flopmeter.conventions import MODELS, Architecture, read_config_file
 from flopmeter.errors import ConfigError, CountError, MissingLibraryError, did_you_mean
-from flopmeter.flops.shadow import shadow
+from flopmeter.flops.on_shapes import only_shapes
 
 SHORT_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers",),
@@ -88,7 +88,10 @@ def load_model(spec: str, *, dtype: torch.dtype | None = None, checkpointing: bo
     else:
         model = _build(_transformers(), _find_config(head, settings), dtype)
     if checkpointing:
-        _enable_checkpointing(model)
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+            raise CountError(f"{type(model).__name__} offers no activation checkpointing to switch on")
+        enable()
     return model.train()
 
 
@@ -126,7 +129,10 @@ def _find_config(head: str, settings: Mapping[str, str]) -> Any:
         base, more = _describe(MODELS[head.lower()])
         return _find_config(base, {**more, **settings})
     if Path(head).exists():
-        return _change(_read_config(Path(head)), settings)
+        content = read_config_file(Path(head))
+        if not isinstance(content.get("model_type"), str):
+            raise ConfigError(f"{head} is no model's config.json: it has no model_type")
+        return _change(content, settings)
     return _change({"model_type": head}, settings)
 
 
@@ -137,13 +143,6 @@ def _describe(arch: Architecture) -> tuple[str, dict[str, str]]:
     unknown_to_gpt2 = ("kv_heads",) if model_type == "gpt2" else ()
     sizes = {name: getattr(arch, name) for name in names if name not in unknown_to_gpt2}
     return model_type, {name: str(size) for name, size in sizes.items() if size}
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    content = read_config_file(path)
-    if not isinstance(content.get("model_type"), str):
-        raise ConfigError(f"{path} is no model's config.json: it has no model_type")
-    return content
 
 
 def _change(content: dict[str, Any], settings: Mapping[str, str]) -> Any:
@@ -195,15 +194,11 @@ def _resolve(config: Any, key: str) -> list[str]:
     found = next((candidate for candidate in candidates if hasattr(part, candidate)), None)
     if found is not None:
         return [*parts, part.attribute_map.get(found, found)]
-    text = None if parts else _text_part(config)
-    if text is not None:
-        return _resolve(config, f"{text}.{name}")
-    raise _unknown(name, config, [*part.to_dict(), *SHORT_NAMES])
-
-
-def _text_part(config: Any) -> str | None:
     text = config.get_text_config()
-    return next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+    inner = next((own for own in config.sub_configs if getattr(config, own, None) is text), None)
+    if inner is not None and not parts:
+        return _resolve(config, f"{inner}.{name}")
+    raise _unknown(name, config, [*part.to_dict(), *SHORT_NAMES])
 
 
 def _unknown(name: str, config: Any, known: Any) -> ConfigError:
@@ -225,17 +220,12 @@ def _build(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Modu
     model_class = _model_class(transformers, config)
     try:
         with _without_weights():
-            model = _make(model_class, config, dtype)
+            dtype_name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # as transformers calls it since 4.56
+            own = dtype or getattr(config, dtype_name, None) or torch.bfloat16
+            model: nn.Module = model_class._from_config(config, **{dtype_name: own})
     except Exception as error:  # noqa: BLE001 - sizes that do not fit fail anywhere in a model's own code
         raise CountError(f"{model_class.__name__} cannot be built from its config: {_one_line(error)}") from None
     return _without_values(model)
-
-
-def _make(model_class: Any, config: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Transformers has called the dtype so since 4.56."""
-    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
-    made: nn.Module = model_class._from_config(config, **{name: dtype or getattr(config, name, None) or torch.bfloat16})
-    return made
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
@@ -268,7 +258,7 @@ def _call_factory(spec: str) -> nn.Module:
 @contextmanager
 def _without_weights() -> Iterator[None]:
     """New tensors have no values, except positions and masks, which models look at."""
-    with torch.device("meta"), shadow():
+    with torch.device("meta"), only_shapes():
         yield
 
 
@@ -290,13 +280,6 @@ def _current_directory_importable() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
-
-
-def _enable_checkpointing(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
-        raise CountError(f"{type(model).__name__} offers no activation checkpointing to switch on")
-    enable()
 
 
 def _one_line(error: Exception) -> str:

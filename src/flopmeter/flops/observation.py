@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import get_ident
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from functools import partial
+from threading import get_ident, local
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flopmeter.devices.placement import devices_of
+from flopmeter.devices import NO_FLOP, devices_of
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
-from flopmeter.flops.frames import Batch, Frame, FrameTracker
+from flopmeter.flops.frames import NO_FRAME, Batch, Frame, FrameTracker, counts_aside, has_sizes
+from flopmeter.flops.long_masks import Known
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
-from flopmeter.flops.repeats import Repeats
+from flopmeter.flops.repeats import COMPILED, Repeats
+from flopmeter.flops.tally import Call, WorkPhase, tally
 from flopmeter.flops.tf32 import product_dtype, tf32_families
-from flopmeter.hook_hiding import replace_attribute, surround_backward
+from flopmeter.flops.token_rows import Text, TokenRows
+from flopmeter.hook_hiding import replace_attribute, surround_backward, surround_recomputation
 from flopmeter.step_facts import StepFacts
 from flopmeter.torch_compat import (
     OBSERVES_COMPILED,
+    REENTRANT_CHECKPOINT,
     DisableTorchFunction,
     FakeTensor,
     OwnMode,
     autograd_node,
     before_compiled_calls,
     dispatch_mode,
+    dispatch_modes,
     graph_task_id,
     has_function_mode,
     is_beside_cuda_graphs,
@@ -43,35 +53,36 @@ from flopmeter.torch_compat import (
 
 logger = logging.getLogger("flopmeter")
 
-WorkPhase = Literal["forward", "backward", "recompute", "optimizer", "evaluation"]
-
 _OPAQUE = frozenset({"DTensor", "NestedTensor"})
 """Tensors that hold others: the operators on those arrive next, with the shapes that this rank computes."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
+_BLANK = frozenset(f"aten::{own}" for own in ("empty", "empty_like", "new_empty", "empty_strided", "lift_fresh"))
+"""Operators whose result is for others to fill, or was made outside of torch."""
 _BY_HEADS = "aten::_scaled_dot_product"
 """Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
+INTEGERS = "Products of integers are no floating-point operations: {}."
 BESIDE_COMPILER = f"torch {torch.__version__} lets no step be observed that runs compiled code"
 BESIDE_GRAPHS = f"torch {torch.__version__} lets no step be observed beside the CUDA graphs of torch.compile"
-_ATTENTION_FAMILIES = frozenset({"attention", "flex_attention"})
+
+NO_GRAD = "no_grad"
+"""The role of a pass without gradients that nobody has named."""
+roles: list[tuple[str, bool]] = []
+"""Roles that are open now, each with whether its passes count as model work."""
 
 
-class Call(NamedTuple):
-    """One operator that did matrix work."""
+@contextmanager
+def role(name: str, *, counts: bool = False) -> Iterator[None]:
+    """What runs inside without gradients (a teacher, a reference, a rollout) is kept apart under this name.
 
-    phase: WorkPhase
-    frame: Frame
-    op: str
-    dtype: str
-    is_attention: bool
-    """A fused attention operator; attention made of plain products is told by `pairs`."""
-    work: Work | Callable[[], Work]
-    """A function where integers have to be read from the device first."""
-    pairs: Pairs | None
-    """Which share of the pairs counts, where a mask decides."""
-    sizes: tuple[int, ...] = (0, 0, 0)
-    """Samples, queries and keys of a fused attention operator; no samples where sequences lie end to end. Of another
-    operator in a decoder all sizes of its matrices."""
+    Args:
+        counts: Takes it into model work.
+    """
+    roles.append((name, counts))
+    try:
+        yield
+    finally:
+        roles.pop()
 
 
 class Observation:
@@ -92,13 +103,23 @@ class Observation:
     ) -> None:
         self.calls: list[Call] = []
         self.uncounted: dict[str, int] = {}
+        self._integer_ops: set[str] = set()
+        self.uncounted_flop = 0
+        """What these take at the least in the forward pass, if each row meets each entry of the other operands once."""
         self.roots = roots
         device = devices_of(nn.ModuleList(roots))[0]
         self.device_type = device.type
         self._tf32_families = tf32_families(device)
         self.facts = StepFacts(self.device_type) if is_training_step else None
-        self._frames = FrameTracker(roots)
-        self._pairs = PairTracker()
+        self._rows = TokenRows()
+        self._frames = FrameTracker(roots, self._rows, is_aside=not is_training_step)
+        self._pairs = PairTracker(self._rows)
+        self._functions: set[int] = set()
+        """Autograd nodes of the program's own functions that ran backward."""
+        self._written: Known[list[bool]] = Known()
+        """Of what operators have made, whether something was written into it; a tensor and its views share the list."""
+        self._reruns: list[int] = []
+        """Backward passes in which a checkpoint runs a part again now."""
         self._repeats = Repeats()
         self._mode = _Mode(self._take, not is_training_step, limit)
         self._builds_graph: list[bool] = []
@@ -125,6 +146,10 @@ class Observation:
         self._frames.install()
         self._undo = [self._frames.remove, *watch_optimizers(self._set_in_optimizer)]
         self._undo.append(surround_backward(self._inside_backward))
+        self._undo.append(surround_recomputation(self._inside_recomputation))
+        if self._is_aside:
+            counts_aside.append(self)
+            self._undo.append(partial(counts_aside.remove, self))
         if not self._is_aside and is_beside_cuda_graphs():
             self.gave_way = BESIDE_GRAPHS
             self._mode.is_quiet = True
@@ -173,6 +198,7 @@ class Observation:
         if dispatch_mode() is self._mode:
             self._mode.leave()
         elif is_first and is_whole and get_ident() == self._thread:
+            _left_here().append(self._mode)
             logger.warning("the observed step ended inside another dispatch mode; it is counted as far as it was seen")
         for undo in self._undo:
             undo()
@@ -181,11 +207,14 @@ class Observation:
 
     def result(self, convention: Convention = "exact") -> FlopCount:
         """The FLOPs of what was seen. Reads the mask sums from the device."""
-        from flopmeter.flops.tally import tally
-
         again = self._repeats.find()
         calls = [call._replace(phase="recompute") if i in again else call for i, call in enumerate(self.calls)]
-        return tally(calls, self._frames, self.uncounted, convention)
+        calls = [call._replace(phase="forward") if call.function in self._functions else call for call in calls]
+        count = tally(calls, self._frames, self.uncounted, convention, self.uncounted_flop)
+        by_library = sorted({call.op for call in calls if (f := formulas.find(call.op)) and f.family == "library"})
+        left_out = [INTEGERS.format(", ".join(sorted(self._integer_ops)))] if self._integer_ops else []
+        method = ", ".join([count.method, *(f"{op} by its library's formula" for op in by_library)])
+        return replace(count, method=method, left_out=(*count.left_out, *left_out))
 
     def _set_in_optimizer(self, is_in: bool) -> None:
         if get_ident() == self._thread:
@@ -199,9 +228,19 @@ class Observation:
         finally:
             self._builds_graph.pop()
 
+    @contextmanager
+    def _inside_recomputation(self) -> Iterator[None]:
+        self._reruns.append(graph_task_id())
+        try:
+            yield
+        finally:
+            self._reruns.pop()
+
     def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operator has run. Whatever it is, the training code that called it goes on."""
-        op = _name_of(func)
+        schema = getattr(func, "_schema", None)
+        is_named = schema is None and callable(getattr(func, "name", None))
+        op = str(schema.name) if schema is not None else f"higher_order::{func.name() if is_named else func}"
         try:
             if op in _WRAPPERS:  # a compiled, checkpointed random operator comes wrapped with its random state
                 position = _WRAPPERS[op]
@@ -211,110 +250,185 @@ class Observation:
         except Exception as error:  # noqa: BLE001 - a tensor of an unusual kind; the operator is listed, with the reason
             if op not in self.uncounted:
                 logger.warning("%s could not be counted: %s: %s", op, type(error).__name__, error)
-            self.uncounted[op] = self.uncounted.get(op, 0) + 1
+            self._note_uncounted(op, args)
 
     def _count(self, op: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.facts is not None:
             self.facts.see(op, args, out, self._is_in_optimizer)
         formula = formulas.find(op)
+        task = graph_task_id()
+        is_nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in (*args, out))
+        # In a gradient's own work the dimensions of many tensors meet: there a product has the text of its forward one.
+        goes_forward = task == -1 or torch.is_grad_enabled() or self._frames.runs_again or task in self._reruns[-1:]
+        if goes_forward and not (self._is_aside or is_nested):
+            self._note_functions(op, args, out)
         if formula is None:
-            if op in TRACKED:
-                self._pairs.follow(op, args, out, self._frames.current().batch.token_is_real)
-            else:
-                self._note_uncounted(op)
+            if goes_forward and not is_nested:
+                self._rows.follow(op, args, out)
+            if op in TRACKED and not is_nested:
+                self._pairs.follow(op, args, out)
+            elif formulas.may_hide_flop(op):
+                self._note_uncounted(op, args)
             return
-        node = _gradient_node() if not self._frames.depth else None
-        frame = self._frames.of_node(node._sequence_nr()) if node is not None else self._frames.current()
+        if not self._is_aside and any(isinstance(value, torch.Tensor) and value.is_meta for value in args):
+            return  # a model on the meta device works on nothing
+        dtype = product_dtype(_dtype_of(args), formula.family, self._tf32_families)
+        if dtype in NO_FLOP:
+            self._integer_ops.add(op)
+            return
+        node = autograd_node() if task != -1 else None
+        is_outside = not self._frames.runs_again
+        frame = self._frames.of_node(node._sequence_nr()) if node is not None and is_outside else self._frames.current()
         bound = bind(formula, func, args)
-        phase, work = self._phase(frame), _work(formula, bound, _with_wanted(formula, kwargs, node))
+        phase, is_asked = self._phase(frame, node, args)
+        node = node if phase == "backward" else None
+        work = _work(formula, bound, _with_wanted(formula, kwargs, node))
+        text = self._text_of(node, args)
+        if goes_forward and not is_nested:
+            self._rows.follow(op, args, out)
         self._note_repeats(phase, work, node)
+        pairs = self._pairs_of(op, formula, {**bound, **kwargs}, out, text, node)
+        is_loose = phase == "side" and not torch.is_grad_enabled()
         self.calls.append(
             Call(
                 phase=phase,
                 frame=frame,
                 op=op,
-                dtype=product_dtype(_dtype_of(args), formula.family, self._tf32_families),
-                is_attention=formula.family in _ATTENTION_FAMILIES,
+                dtype=dtype,
+                is_attention=formula.family == "attention",
                 work=work,
-                pairs=self._pairs_of(op, formula, {**bound, **kwargs}, out, frame, node),
-                sizes=self._sizes(op, formula, bound, frame),
+                pairs=pairs,
+                text=text,
+                num_rows=_num_rows(args, out),
+                sizes=_attention_sizes(op, bound) if formula.family == "attention" else (0, 0, 0),
+                role=roles[-1][0] if roles else NO_GRAD,
+                is_asked=is_asked,
+                function=_function_node() if is_loose else -1,
             )
         )
 
-    def _sizes(self, op: str, formula: Formula, bound: Mapping[str, Any], frame: Frame) -> tuple[int, ...]:
-        if formula.family not in _ATTENTION_FAMILIES:
-            has_memory = frame.batch.memory is not None
-            return (
-                tuple(n for v in bound.values() if isinstance(v, torch.Tensor) for n in v.shape) if has_memory else ()
-            )
-        query, key = bound.get("query"), bound.get("key")
-        if not isinstance(query, torch.Tensor) or not isinstance(key, torch.Tensor):
-            return 0, 0, 0
-        if query.dim() < 4 or any("seq" in name and isinstance(value, torch.Tensor) for name, value in bound.items()):
-            return 0, query.shape[0], key.shape[0]
-        place = 2 if op.startswith((_BY_HEADS, "aten::_cudnn", "higher_order::flex")) else 1
-        return query.shape[0], query.shape[place], key.shape[place]
+    def _note_functions(self, op: str, args: tuple[Any, ...], out: Any) -> None:
+        """What the program's own function gives was written by no operator: kernels that nobody sees have done that."""
+        known, given = self._written, [value for value in args if isinstance(value, torch.Tensor)]
+        for value in given if torch.is_grad_enabled() else ():
+            node: Any = value.grad_fn
+            name = type(node).__name__
+            if isinstance(node, BackwardCFunction) and name != COMPILED and known.get(value) in (None, [False]):
+                known.put(value, [True])
+                label = f"autograd.Function {name.removesuffix('Backward')}"
+                self.uncounted[label] = self.uncounted.get(label, 0) + 1
+        if torch.is_grad_enabled():
+            return  # a function's own forward pass runs without gradients
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(value, torch.Tensor):
+                continue
+            memory = _memory(value)
+            base = next((own for own in given if own is value or (memory and _memory(own) == memory)), None)
+            is_written = (known.get(base) if base is not None else None) or [op not in _BLANK]
+            is_written[0] |= (value is base and op not in _BLANK) or op.endswith("_") or op.startswith("c10d")
+            known.put(value, is_written)
 
-    def _phase(self, frame: Frame) -> WorkPhase:
-        if graph_task_id() == -1:
-            if self._is_in_optimizer and not torch.is_grad_enabled():  # with gradients it is the closure of the step
-                return "optimizer"
-            return "evaluation" if frame.batch.is_evaluation and not self._is_aside else "forward"
-        if not torch.is_grad_enabled():
-            return "backward"
-        builds_graph = bool(self._builds_graph) and self._builds_graph[-1]
-        return "backward" if builds_graph and not self._frames.depth else "recompute"
+    def _text_of(self, node: Any, args: tuple[Any, ...]) -> Text | None:
+        """The text that the rows of a product are proven to be; of a gradient, that of the product it belongs to."""
+        text, known = self._rows.of_product(args), self._rows.by_sequence
+        if node is not None:
+            return known.get(node._sequence_nr()) or text
+        if text is not None:
+            known.setdefault(sequence_nr() - 1, text)
+        return text
+
+    def _phase(self, frame: Frame, node: Any, args: tuple[Any, ...]) -> tuple[WorkPhase, bool]:
+        """What this is a part of, and whether torch's checkpointing asked for it."""
+        task = graph_task_id()
+        if task != -1:
+            is_asked = task in self._reruns[-1:] or type(node).__name__ == REENTRANT_CHECKPOINT
+            if isinstance(node, BackwardCFunction):
+                self._functions.add(node._sequence_nr())
+            if self._frames.runs_again or is_asked:
+                return "recompute", is_asked
+            builds_graph = bool(self._builds_graph) and self._builds_graph[-1]
+            return ("recompute" if torch.is_grad_enabled() and not builds_graph else "backward"), False
+        has_gradients = torch.is_grad_enabled()
+        if self._is_in_optimizer and not (has_gradients and (frame is not NO_FRAME or _requires_grad(args))):
+            return "optimizer", True  # with gradients it is the closure of the step
+        is_training = not self.roots or (has_gradients and _requires_grad(args))
+        if frame is not NO_FRAME:
+            is_training = not frame.batch.is_evaluation
+        if is_training or self._is_aside or (roles and roles[-1][1]):
+            return "forward", True
+        return "side", True
 
     def _note_repeats(self, phase: WorkPhase, work: Work | Callable[[], Work], node: Any) -> None:
         if not isinstance(work, Work) or torch.is_grad_enabled():
             return
-        if phase == "forward":
+        if phase in ("forward", "side"):
             self._repeats.see_forward(sequence_nr() - 1, work.full)
         elif phase == "backward":
             self._repeats.see_backward(node, work.full, len(self.calls))
 
     def _pairs_of(
-        self,
-        op: str,
-        formula: Formula,
-        bound: Mapping[str, Any],
-        out: Any,
-        frame: Frame,
-        node: Any,
+        self, op: str, formula: Formula, bound: Mapping[str, Any], out: Any, text: Text | None, node: Any
     ) -> Pairs | None:
-        if formula.family == "flex_attention":
+        if op.startswith("higher_order::flex"):
             return flex_pairs(bound)
-        if formula.family in _ATTENTION_FAMILIES:
-            return self._fused_pairs(op, bound, frame, node)
+        if formula.family == "attention":
+            return self._fused_pairs(op, bound, text, node)
         if op not in SCORE_PRODUCTS:
             return None
         known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
         if known is not None:
             return known
         pairs = self._pairs.product(op, bound, out)
-        if torch.is_grad_enabled():
-            self._pairs.by_sequence[sequence_nr() - 1] = pairs
+        if pairs is not None and torch.is_grad_enabled():
+            self._pairs.by_sequence.setdefault(sequence_nr() - 1, pairs)
         return pairs
 
-    def _fused_pairs(self, op: str, bound: Mapping[str, Any], frame: Frame, node: Any) -> Pairs | None:
+    def _fused_pairs(self, op: str, bound: Mapping[str, Any], text: Text | None, node: Any) -> Pairs | None:
         query, key, value = (bound.get(name) for name in ("query", "key", "value"))
-        if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
+        if not (has_sizes(query) and has_sizes(key) and has_sizes(value)):
             return None
+        known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
+        queries, keys = (self._rows.of_product((own,)) for own in (query, key))
+        if known is not None:
+            queries, keys = known.queries, known.keys
         pairs = Pairs(is_attention=True, needed=_needed_gradients(node, query.shape[-1], value.shape[-1]))
-        mask, is_real, shape = explicit_mask(bound), frame.batch.token_is_real, (query.shape[-2], key.shape[-2])
+        pairs.queries, pairs.keys = queries, keys
+        if torch.is_grad_enabled():
+            self._pairs.by_sequence.setdefault(sequence_nr() - 1, pairs)
+        mask, shape = explicit_mask(bound), (query.shape[-2], key.shape[-2])
+        is_real = queries.is_real if queries is not None else None
         if mask is not None:
-            pairs.share = self._pairs.share([mask], torch.Size(shape), is_real)
+            pairs.share = self._pairs.share([mask], torch.Size(shape), queries)
         elif is_real is not None and is_real.shape[1] == shape[0] and op.startswith(_BY_HEADS):
             pairs.share = unmasked_share(is_real, *shape, is_causal=bool(bound.get("is_causal")))
-        elif pairs.needed == 1:
-            return None
         else:
             pairs.is_attention = False  # the formula's own pairs count
         return pairs
 
-    def _note_uncounted(self, op: str) -> None:
-        if formulas.may_hide_flop(op):
-            self.uncounted[op] = self.uncounted.get(op, 0) + 1
+    def _note_uncounted(self, op: str, args: tuple[Any, ...]) -> None:
+        self.uncounted[op] = self.uncounted.get(op, 0) + 1
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if formulas.is_matrix_work(op) and graph_task_id() == -1 and tensors:
+            rows = tensors[0].numel() // max(tensors[0].size(-1), 1)
+            self.uncounted_flop += 2 * rows * sum(value.numel() for value in tensors[1:] if value.dim() > 1)
+
+
+_LEFT = local()
+"""Of each thread: quiet modes of ours that the program had entered one of its own above when their step was over."""
+
+
+def _left_here() -> list[_Mode]:
+    _LEFT.modes = modes = getattr(_LEFT, "modes", [])
+    return modes
+
+
+def take_off_left() -> bool:
+    """Take them off this thread's stack where nothing is above them any more; gives whether none is left."""
+    modes = _left_here()
+    if modes and dispatch_mode() is modes[-1]:
+        modes.pop().leave()
+    modes[:] = [mode for mode in modes if mode in dispatch_modes()]
+    return not modes
 
 
 class _Mode(OwnMode):  # type: ignore[no-untyped-call]
@@ -385,9 +499,52 @@ class _Mode(OwnMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _gradient_node() -> Any:
-    """The autograd node that runs now, or None outside of a backward pass."""
-    return autograd_node() if graph_task_id() != -1 else None
+def _function_node() -> int:
+    """The autograd node of the outermost function in Python whose forward pass runs (a checkpoint, say), or -1."""
+    frame: FrameType | None = sys._getframe(1)
+    below: FrameType | None = None
+    found = -1
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "apply" and code.co_filename == torch.autograd.function.__file__ and below is not None:
+            first = next(iter(below.f_locals.values()), None)
+            found = first._sequence_nr() if isinstance(first, BackwardCFunction) else sequence_nr() - 1
+        frame, below = frame.f_back, frame
+    return found
+
+
+def _memory(value: Any) -> int:
+    """Where a tensor's values are; 0 for what is none, or of an unusual kind."""
+    if not has_sizes(value) or value.layout is not torch.strided or value.is_meta:
+        return 0
+    try:
+        return value.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _requires_grad(args: Iterable[Any]) -> bool:
+    """Whether the result takes part in gradients, where these are on."""
+    return any(
+        value.requires_grad if isinstance(value, torch.Tensor) else type(value) is list and _requires_grad(value)
+        for value in args
+    )
+
+
+def _num_rows(args: tuple[Any, ...], out: Any) -> int:
+    """Entries of the result without its last dimension."""
+    out = out[0] if isinstance(out, (tuple, list)) and out else out
+    return out.numel() // max(out.shape[-1], 1) if has_sizes(out) and out.dim() else 0
+
+
+def _attention_sizes(op: str, bound: Mapping[str, Any]) -> tuple[int, int, int]:
+    query, key = bound.get("query"), bound.get("key")
+    if not (has_sizes(query) and has_sizes(key)):
+        return 0, 0, 0
+    if query.dim() < 4 or any("seq" in name and isinstance(value, torch.Tensor) for name, value in bound.items()):
+        return 0, query.shape[0], key.shape[0]
+    place = 2 if op.startswith((_BY_HEADS, "aten::_cudnn", "higher_order::flex")) else 1
+    return query.shape[0], query.shape[place], key.shape[place]
 
 
 def _with_wanted(formula: Formula, kwargs: dict[str, Any], node: Any) -> dict[str, Any]:
@@ -422,6 +579,13 @@ def bind(formula: Formula, func: Any, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def _work(formula: Formula, bound: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Work | Callable[[], Work]:
     named = {name: value for name, value in kwargs.items() if name != "out"}  # mm(a, b, out=c) needs what mm(a, b) does
+    nested = {n: value.unbind() for n, value in bound.items() if isinstance(value, torch.Tensor) and value.is_nested}
+    if nested:  # each sequence by itself
+        works = [
+            formula(*map(_spec, {**bound, **dict(zip(nested, parts, strict=True))}.values()))
+            for parts in zip(*nested.values(), strict=True)
+        ]
+        return Work(*map(sum, zip(*works, strict=True)))
     if not formula.values:
         return formula(*map(_spec, bound.values()), **{name: _spec(value) for name, value in named.items()})
     # Offsets are copied now and read after the step: reading here would wait for the device.
@@ -453,20 +617,16 @@ def _read(value: Any) -> Any:
     return tuple(_read(item) for item in value) if type(value) in (list, tuple) else value
 
 
-def _name_of(func: Any) -> str:
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        return str(schema.name)
-    return f"higher_order::{func.name() if callable(getattr(func, 'name', None)) else func}"
-
-
 def _dtype_of(args: Iterable[Any]) -> str:
+    """Of the first tensor of numbers; indices may stand before it."""
+    found = "unknown"
     for value in args:
-        if isinstance(value, torch.Tensor):
-            return str(value.dtype).removeprefix("torch.")
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            return _dtype_of(value)
-    return "unknown"
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(first, torch.Tensor):
+            found = str(first.dtype).removeprefix("torch.")
+            if found not in NO_FLOP:
+                break
+    return found
 
 
 def watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], None]]:

@@ -26,10 +26,9 @@ import torch
 from torch import nn
 
 from flopmeter.errors import CountError
+from flopmeter.flops.count import count_call
 from flopmeter.flops.flop_count import Convention, FlopCount, plus
-from flopmeter.flops.frames import Batch
 from flopmeter.flops.observation import Observation
-from flopmeter.flops.side_count import count_call
 
 MIN_COVERAGE = 0.97
 SAME = 1e-3
@@ -60,7 +59,9 @@ class ObservedStep(Observation):
         recompute_flop = twin.recompute_flop
         coverage = min(1.0, seen.hardware_flop / twin.hardware_flop) if twin.hardware_flop else 1.0
         # The compiler decides what it computes again, which shows where all of its work does.
-        if twin.recompute_flop and coverage >= MIN_COVERAGE and not self._hides_masks():
+        # Unless plain products may be attention whose softmax and mask were fused away.
+        hides_masks = any(call.pairs is not None and not call.pairs.is_attention for call in self.calls)
+        if twin.recompute_flop and coverage >= MIN_COVERAGE and not hides_masks:
             recompute_flop = seen.model_flop + seen.recompute_flop - twin.model_flop
         is_seen = coverage >= MIN_COVERAGE
         return replace(
@@ -74,19 +75,15 @@ class ObservedStep(Observation):
             method=f"observed, split by the uncompiled twin ({twin.method})",
         )
 
-    def _hides_masks(self) -> bool:
-        """Whether plain products may be attention whose softmax and mask were fused away."""
-        return any(call.pairs is not None and not call.pairs.is_attention for call in self.calls)
-
     def _count_twin(self, convention: Convention) -> FlopCount:
         training = [batch for batch in self.batches if not batch.is_evaluation]
         if not training or len(self.roots) != 1:
             raise CountError("one model that was called is needed")
-        return reduce(add, [self._count_call(batch, convention) for batch in training])
-
-    def _count_call(self, batch: Batch, convention: Convention) -> FlopCount:
-        with torch.autocast(*batch.autocast) if batch.autocast is not None else nullcontext():
-            return count_call(self.roots[0], *batch.arguments, convention=convention, may_run=False)
+        counts: list[FlopCount] = []
+        for batch in training:
+            with torch.autocast(*batch.autocast) if batch.autocast is not None else nullcontext():
+                counts.append(count_call(self.roots[0], *batch.arguments, convention=convention, may_run=False))
+        return reduce(add, counts)
 
 
 @contextmanager

@@ -1,38 +1,50 @@
 """Which matrix products are attention, and which share of their query-key pairs does the mask let through?
 
 Eager and math attention dispatch plain matrix products. They are recognised by what happens to the result: scores that
-reach a softmax over keys are attention, and so is the product of that softmax with the values. The masks that were
-applied on the way say how many pairs count. Sums are taken on the device and read after the step.
+reach a softmax over keys are attention, and so is the product of that softmax with the values. Masked scores that reach
+a top-k over keys (an indexer's, which chooses the keys of sparse attention) count their open pairs likewise. The masks
+that were applied on the way say how many pairs count. Sums are taken on the device and read after the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-from weakref import ref
+from typing import Any
 
 import torch
 
-_T = TypeVar("_T")
+from flopmeter.flops.long_masks import BLOCKED_BELOW, Known, has_values
+from flopmeter.flops.token_rows import Text, TokenRows
 
-BLOCKED_BELOW = -9999.0
-"""An additive mask at or below this blocks a pair: older models use -1e4, others the dtype's minimum or -inf."""
+VANISHES_BELOW, STAYS_ABOVE = -50.0, -20.0
+"""So does a mask of which every value is at or below the first, where exp() makes nothing of it, or at or above the
+second. A bias that falls off step by step (ALiBi) is none."""
 
-SCORE_PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm"})
-_SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax", "aten::softmax"})
+SCORE_PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm", "aten::mm"})
+_SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax", "aten::softmax", "aten::_log_softmax"})
+_ACTIVATES = frozenset({"aten::exp", "aten::exp_", "aten::sigmoid", "aten::sigmoid_"})
+"""What some put in the place of a softmax."""
+_MULTIPLY = frozenset({"aten::mul", "aten::mul_"})
 _MASKED_FILL = frozenset({"aten::masked_fill", "aten::masked_fill_"})
+_INDEX_PUT = frozenset({"aten::index_put", "aten::index_put_"})
 _ADD = frozenset({"aten::add", "aten::add_"})
+_SUBTRACT = frozenset({"aten::sub", "aten::sub_"})
+_TRIANGLES = {"aten::tril": torch.tril, "aten::tril_": torch.tril, "aten::triu": torch.triu, "aten::triu_": torch.triu}
 _KEEPS_SCORES = frozenset({
     "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_alias", "aten::expand", "aten::transpose",
     "aten::permute", "aten::squeeze", "aten::unsqueeze", "aten::slice", "aten::select", "aten::alias", "aten::detach",
     "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::mul", "aten::mul_", "aten::div",
     "aten::div_", "aten::sub", "aten::sub_", "aten::tanh", "aten::clamp", "aten::nan_to_num", "aten::native_dropout",
-    "aten::dropout", "aten::cat",
-})  # fmt: skip
+    "aten::dropout", "aten::cat", "aten::relu", "aten::sum", "aten::maximum", "aten::minimum", "aten::clamp_min",
+    "aten::clamp_max", "aten::index_select",
+}) | _ACTIVATES  # fmt: skip
 _MASKS_NOTHING = frozenset({"aten::zeros", "aten::new_zeros", "aten::zeros_like", "aten::embedding"})
 _KEEPS_SHAPE = frozenset({"aten::alias", "aten::detach", "aten::clone", "aten::contiguous", "aten::_to_copy"})
-TRACKED = SCORE_PRODUCTS | _SOFTMAX | _MASKED_FILL | _ADD | _KEEPS_SCORES | _MASKS_NOTHING | {"aten::where"}
+TRACKED = SCORE_PRODUCTS | _SOFTMAX | _MASKED_FILL | _ADD | _KEEPS_SCORES | _MASKS_NOTHING | _INDEX_PUT | {
+    "aten::where", "aten::topk", "aten::fill_", "aten::copy_", "aten::zero_", "aten::masked_scatter_", "aten::scatter_",
+    "aten::index_fill_", "aten::index_copy_", "aten::index_add_",
+} | _TRIANGLES.keys()  # fmt: skip
 MAX_PAIRS = 1 << 26
 """Most pairs that a mask given as a function is asked about, evenly spread: more would take the device's time."""
 BAND_PAIRS = 1 << 22
@@ -46,7 +58,21 @@ class Pairs:
     is_attention: bool = False
     """True once a softmax over keys was seen."""
     allowed: list[torch.Tensor] = field(default_factory=list)
-    """Boolean masks, True where a pair counts."""
+    """Boolean masks, True where a pair counts, or masks that are added to scores."""
+    parts: list[Pairs] = field(default_factory=list)
+    """Other scores that were added to these before the softmax, as those of relative positions: one attention."""
+    is_overwritten: bool = False
+    """Something was written into the scores, and nobody knows what it blocks."""
+    factors: list[torch.Tensor] = field(default_factory=list)
+    """Masks that scores were multiplied by: 0 blocks, where no softmax comes after."""
+    is_activated: bool = False
+    """An exp() or a sigmoid was seen, which may stand for a softmax."""
+    queries: Text | None = None
+    """The text whose tokens are the queries, where that is proven."""
+    keys: Text | None = None
+    """The text whose tokens are the keys."""
+    is_dense: bool = False
+    """Every token meets every token here, whether or not a softmax is found."""
     share: torch.Tensor | float | None = 1.0
     """Share of all pairs that count: a device scalar until the step is over, None when the mask has no values."""
     num_keys: int = 0
@@ -61,35 +87,11 @@ class Pairs:
     """Share of a fused backward's products whose results anyone wants (frozen keys need no gradient)."""
 
 
-class Known(Generic[_T]):
-    """What is known of a tensor, for as long as it lives.
-
-    Kept beside the tensor and not on it: a tensor that the user keeps, copies or saves has nothing of ours.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[ref[torch.Tensor], _T]] = {}
-
-    def get(self, tensor: torch.Tensor) -> _T | None:
-        """None where nothing is known."""
-        found = self._by_id.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None  # another one may have had its id
-
-    def put(self, tensor: torch.Tensor, value: _T) -> None:
-        """Replaces what was known."""
-        key, by_id = id(tensor), self._by_id
-
-        def forget(dead: ref[torch.Tensor]) -> None:
-            if (found := by_id.get(key)) is not None and found[0] is dead:
-                del by_id[key]
-
-        by_id[key] = ref(tensor, forget), value
-
-
 class PairTracker:
     """Follows scores from the product that made them to the product that uses them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: TokenRows) -> None:
+        self._rows = rows
         self._pairs: Known[Pairs] = Known()
         self._masks: Known[tuple[int, list[torch.Tensor]]] = Known()
         """What went into a bias without values, with the bias's version at that time."""
@@ -97,52 +99,113 @@ class PairTracker:
         self.by_sequence: dict[int, Pairs] = {}
         """Autograd sequence number of a forward attention product to its pairs: its gradients belong to it too."""
 
-    def follow(self, op: str, args: tuple[Any, ...], out: Any, query_is_real: torch.Tensor | None) -> None:
+    def follow(self, op: str, args: tuple[Any, ...], out: Any) -> None:
         """Carry the pairs of the scores through one operator that is not itself a matrix product."""
         pairs = self._find(args)
-        if not isinstance(out := _first_of(out), torch.Tensor):
+        out = out[0] if isinstance(out, (tuple, list)) and out else out
+        if not isinstance(out, torch.Tensor):
             return
         if pairs is None:
-            if out.is_meta and (masks := self._masks_after(op, args)) is not None:
+            if not has_values(out) and (masks := self._masks_after(op, args)) is not None:
                 self._masks.put(out, (out._version, masks))
-        elif op in _SOFTMAX:
-            if args[1] in (-1, args[0].dim() - 1) and not pairs.is_attention:
-                pairs.is_attention = True
-                shape = args[0].shape
-                pairs.num_keys, pairs.num_queries = int(shape[-1]), int(shape[-2]) if len(shape) > 1 else 1
-                pairs.num_groups = int(shape[0]) if len(shape) == 4 else 0
+        elif op in _SOFTMAX or op == "aten::topk":
+            is_choice, last = op == "aten::topk", args[0].dim() - 1
+            dim = ((*args, -1)[2] if is_choice else args[1]) % max(last + 1, 1)
+            is_turned = dim == last - 1 and not is_choice
+            if (dim == last or is_turned) and last and not pairs.is_attention and (pairs.allowed or not is_choice):
+                self._settle(pairs, args[0], is_turned=is_turned)
+                pairs.num_groups = int(args[0].shape[0]) if is_choice else pairs.num_groups
                 pairs.is_spelled_out = op != "aten::_safe_softmax"
-                pairs.share = self.share(pairs.allowed, args[0].shape, query_is_real)
+            if not is_choice:
+                self._pairs.put(out, pairs)
+        elif op in _ADD and not isinstance(args[1], torch.Tensor):
             self._pairs.put(out, pairs)
-        elif op in _KEEPS_SCORES:
+        elif op in _ADD and len(both := [own for value in args[:2] if (own := self._pairs.get(value)) is not None]) > 1:
+            pairs, other = both if both[1].is_attention else both[::-1]
+            if other is not pairs and not other.is_attention:
+                pairs.parts.append(other)
+                pairs.allowed += other.allowed
             self._pairs.put(out, pairs)
+        elif op in _TRIANGLES and not pairs.is_attention:
+            ones = torch.ones(out.shape[-2:], dtype=torch.bool, device=out.device if has_values(out) else None)
+            pairs.factors.append(_TRIANGLES[op](ones, *args[1:2]))
+            self._pairs.put(out, pairs)
+        elif op in _MASKED_FILL and not isinstance(args[2], torch.Tensor) and args[2] == 0:
+            pairs.factors.append(~args[1])
+            self._pairs.put(out, pairs)
+        elif op in _KEEPS_SCORES and (op != "aten::sum" or out.shape[-1:] == args[0].shape[-1:]):
+            pairs.is_activated |= op in _ACTIVATES
+            if op in _MULTIPLY and (factor := _factor_of(args)) is not None:
+                pairs.factors.append(factor)
+            if op in _SUBTRACT and not pairs.is_attention and (mask := _factor_of(args)) is args[1]:
+                pairs.allowed.append(-mask)
+            self._pairs.put(out, pairs)  # a sum over heads keeps the keys
         elif not pairs.is_attention and (mask := self._mask_of(op, args)) is not None:
             pairs.allowed.append(mask)
             self._pairs.put(out, pairs)
+        elif op.endswith("_") and self._pairs.get(args[0]) is pairs:
+            pairs.is_overwritten = True
 
-    def product(self, op: str, bound: Mapping[str, Any], out: Any) -> Pairs:
-        """The pairs of a batched product: those of the softmax it consumes, or new ones that may become attention."""
-        pairs = self._find(tuple(bound.values()))
+    def product(self, op: str, bound: Mapping[str, Any], out: torch.Tensor) -> Pairs | None:
+        """The pairs of a batched product: those of the softmax it consumes, or new ones that may become attention.
+
+        A plain product of two matrices may only where both its sides are proven to be tokens.
+        """
+        operands = [value for value in bound.values() if isinstance(value, torch.Tensor)]
+        scores = next((tensor for tensor in operands if self._pairs.get(tensor) is not None), None)
+        pairs = self._pairs.get(scores) if scores is not None else None
+        if pairs is not None and scores is not None and not pairs.is_attention:
+            pairs.allowed += [factor != 0 for factor in pairs.factors]
+            if pairs.factors or (pairs.is_activated and pairs.allowed):
+                self._settle(pairs, scores)
         if pairs is not None and pairs.is_attention:
             return pairs
-        pairs = Pairs()
+        sides = self._rows.axes(out)
+        meets = {out.dim() - 2, out.dim() - 1}
+        if op == "aten::mm" and not meets <= sides.keys() and pairs is None:
+            return None
+        # One row of weights on the left adds the scores of all heads up: the result are scores of the same pairs.
+        of_heads = self._pairs.get(bound["mat2"]) if op == "aten::bmm" and out.shape[-2] == 1 else None
+        if of_heads is not None:
+            pairs = of_heads
+        else:
+            consumed = self._rows.axes(operands[-2])
+            pairs = Pairs(is_dense=meets <= sides.keys() or meets <= consumed.keys())
         if op == "aten::baddbmm" and bound.get("beta", 1) != 0:  # with 0 it is memory that nobody filled
             pairs.allowed.append(bound["self"])
         self._pairs.put(out, pairs)
         return pairs
 
+    def _settle(self, pairs: Pairs, scores: torch.Tensor, *, is_turned: bool = False) -> None:
+        """These scores are attention: how many there are, and which share of them counts."""
+        queries, keys = (scores.dim() - 1, scores.dim() - 2) if is_turned else (scores.dim() - 2, scores.dim() - 1)
+        axes, shape = self._rows.axes(scores), scores.shape
+        pairs.is_attention, pairs.is_spelled_out = True, True
+        pairs.num_keys, pairs.num_queries = int(shape[keys]), int(shape[queries])
+        pairs.num_groups = int(shape[0]) if len(shape) == 4 else 0
+        pairs.queries, pairs.keys = (axes[dim].text if dim in axes else None for dim in (queries, keys))
+        masks = [mask.mT if is_turned and mask.dim() > 1 else mask for mask in pairs.allowed]
+        sizes = (*shape[:-2], pairs.num_queries, pairs.num_keys)
+        pairs.share = None if pairs.is_overwritten else self.share(masks, torch.Size(sizes), pairs.queries)
+        for part in pairs.parts:
+            for name in ("is_attention", "num_keys", "num_queries", "num_groups", "queries", "keys", "share"):
+                setattr(part, name, getattr(pairs, name))
+
     def share(
-        self, allowed: list[torch.Tensor], scores_shape: torch.Size, query_is_real: torch.Tensor | None
+        self, allowed: list[torch.Tensor], scores_shape: torch.Size, queries: Text | None
     ) -> torch.Tensor | float | None:
         """Share of the pairs that all masks let through and whose query is no padding, as a device scalar."""
+        query_is_real = queries.is_real if queries is not None else None
         allowed = [part for mask in allowed for part in self._masks_in(mask)]
         if not allowed:
             return unmasked_share(query_is_real, *scores_shape[-2:])
-        if any(mask.is_meta for mask in allowed):
+        if not all(map(has_values, allowed)):
             return None
-        key = (*map(_identity, allowed), id(query_is_real), *scores_shape[-2:])
+        same = [(t.data_ptr() or id(t), t.dtype, t._version, *t.shape, *t.stride()) for t in allowed]
+        key = (*same, id(query_is_real), *scores_shape[-2:])
         if key not in self._shares:  # the masks are kept, so that no other tensor can take their place in memory
-            self._shares[key] = (allowed, _share(allowed, scores_shape, query_is_real))
+            share = _share(allowed, scores_shape, query_is_real)
+            self._shares[key] = (allowed, None if share.is_meta else share)
         return self._shares[key][1]
 
     def _mask_of(self, op: str, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -152,7 +215,13 @@ class PairTracker:
             return mask
         if op in _MASKED_FILL:
             blocked: torch.Tensor = args[1]
-            return ~blocked
+            return ~blocked if isinstance(args[2], torch.Tensor) or args[2] <= VANISHES_BELOW else None
+        if op in _INDEX_PUT:
+            *whole, index = args[1]  # a[..., mask] has None for each dimension before the mask's
+            if any(own is not None for own in whole) or index.dtype != torch.bool or args[2].numel() != 1:
+                return None
+            kept: torch.Tensor = ~index | (args[2] > VANISHES_BELOW)
+            return kept
         if op == "aten::where" and len(args) == 3:
             condition: torch.Tensor = args[0]
             return condition if self._pairs.get(args[1]) is not None else ~condition
@@ -174,7 +243,7 @@ class PairTracker:
             masks = self._masks_in(tensors[0]) if len(tensors) == 1 else []
             if len(tensors) != 1 or (masks and op not in _KEEPS_SHAPE):
                 return None
-        return None if any(mask.is_meta for mask in masks) else masks
+        return masks if all(map(has_values, masks)) else None
 
     def _masks_in(self, mask: torch.Tensor) -> list[torch.Tensor]:
         """What masks a tensor holds: those that went into it where it has no values of its own, else itself."""
@@ -232,7 +301,25 @@ def _allowed_share(allowed: torch.Tensor) -> torch.Tensor:
 
 def allowed_by(mask: torch.Tensor) -> torch.Tensor:
     """True where a mask lets a pair through: True in a boolean mask, not hugely negative in an additive one."""
-    return mask if mask.dtype == torch.bool else mask > BLOCKED_BELOW
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.numel():
+        return mask.bool()
+    if mask.is_meta:
+        return mask > BLOCKED_BELOW
+    vanishes = mask <= VANISHES_BELOW
+    return (mask > BLOCKED_BELOW) & ~(vanishes & (vanishes | (mask >= STAYS_ABOVE)).all())
+
+
+def _factor_of(args: tuple[Any, ...]) -> torch.Tensor | None:
+    """A mask of queries and keys that scores are multiplied by. What has a value for each score may be dropout."""
+    one, other = args[:2]
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None
+    scores, mask = (one, other) if one.numel() >= other.numel() else (other, one)
+    is_mask = mask.dim() > 1 and mask.shape[-1] == scores.shape[-1] and mask.shape[-2] in (1, scores.shape[-2])
+    is_mask = is_mask and mask.numel() < scores.numel()
+    return mask if is_mask and not mask.requires_grad else None
 
 
 def explicit_mask(bound: Mapping[str, Any]) -> torch.Tensor | None:
@@ -250,11 +337,14 @@ def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.
         kept = kept & allowed_by(mask)
     if kept.dim() == 3 and query_is_real is not None and kept.shape[0] % query_is_real.shape[0] == 0:
         kept = kept.view(query_is_real.shape[0], -1, *kept.shape[1:])  # samples and heads in one dimension
+    if kept.dim() > 4:  # several streams or chunks of a sample
+        kept = kept.flatten(1, kept.dim() - 3)
     while kept.dim() < 4:
         kept = kept.unsqueeze(0)
     # Scores may have got more columns since they were masked (attention sinks): the mask's own are the keys.
     num_queries, num_keys = (own if own != 1 else of for own, of in zip(kept.shape[-2:], shape[-2:], strict=True))
-    if query_is_real is not None and query_is_real.shape[1] == num_queries:
+    is_same = query_is_real is not None and kept.shape[0] in (1, query_is_real.shape[0])
+    if query_is_real is not None and is_same and query_is_real.shape[1] == num_queries:
         kept = kept & query_is_real.to(kept.device)[:, None, :, None]
     kept = kept.expand(*kept.shape[:-2], num_queries, num_keys)
     return kept.sum(dtype=sum_dtype(kept.device)) / max(kept.numel(), 1)
@@ -263,11 +353,3 @@ def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.
 def sum_dtype(device: torch.device) -> torch.dtype:
     """What pairs are added up in: as many digits as the device has."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor._version, *tensor.shape, *tensor.stride()
-
-
-def _first_of(out: Any) -> Any:
-    return out[0] if isinstance(out, (tuple, list)) and out else out

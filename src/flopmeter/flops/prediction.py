@@ -1,33 +1,48 @@
 """How many FLOPs does this step need, when only some steps are counted?
 
 A counted step names each part of its work by the field of the workload that it grows with (`FlopCount.growth`). Another
-step takes `flop * after[field] / before[field]` of each. The next counted step tests this, and the error is published.
-A field that was 0 in the counted step is unknown, not 0: that part is taken from the estimate (`leaves`) until a step
-that has it is counted.
+step takes `flop * after[field] / before[field]` of each. A field that was 0 in the counted step is unknown, not 0: that
+part is taken from the estimate (`leaves`) until a step that has it is counted.
+
+Every further count tests this law, for what had changed since the count that predicted it: the batch, a length, a side
+of an image, the share of padding. A step in which only such things have changed is known; any other is predicted, and
+`StepFlop.error` says by how much the law has been off so far. Where it was off, a step is predicted from the count of
+the nearest shape, so that with each shape that is counted there is less to predict.
 
 Hardware FLOPs grow with what the device is handed, padding included, in the same way.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from math import gcd, isclose, lcm
+from itertools import zip_longest
+from math import log
 from statistics import fmean
 from typing import NamedTuple
 
-from flopmeter.devices import normalise_dtype
+from flopmeter.devices import dtype_name
 from flopmeter.flops.estimate import UNIT
 from flopmeter.flops.flop_count import FlopCount
-from flopmeter.flops.workload import PROCESSED, Workload
+from flopmeter.flops.workload import PROCESSED, Shape, Workload
 
 MAX_KNOWN = 256
-MAX_SHAPES, MAX_COUNTS = 32, 8
-"""Counts that are kept: the latest ones of each workload, so that a model that changes for good is followed."""
+MAX_SHAPES, FEW_SHAPES = 1024, 8
+"""Shapes whose counts are kept where the law fails, and where it holds."""
+MAX_COUNTS = 8
+"""Counts of one shape that are kept where they differ: the latest, to follow a model that changes for good."""
 SAME, SAME_UNSEEN = 0.01, 0.005
-"""Counts of one workload, or of steps whose batch nobody saw, that differ by no more are of the same work."""
+"""Counts of one shape, or of steps whose batch nobody saw, that differ by no more are of the same work."""
+EXACT = 5e-4
+"""A prediction that is off by no more proves the law for what had changed; by more it disproves it."""
+OFF = 0.005
+"""What a run says of a law that is off by more."""
+MIN_TESTS = 4
+"""Of each thing that changes: some are passed by luck, as where all sides so far were multiples of a window."""
+MIN_REPEATS = 3
+"""Further counts of counted shapes that must agree where the law fails: layers dropped at random agree by luck, too."""
+NUM_ERRORS = 16
+"""The latest tests, whose largest error is shown."""
 KINDS = ("tokens", "decoder_tokens", "values", "patches")
 """Fields that tell which kinds of input a step had."""
 
@@ -42,6 +57,11 @@ class StepFlop(NamedTuple):
     hardware: Mapping[str, float]
     processed: Mapping[str, float]
     """Model FLOPs if padding counted as work."""
+    law: Law | None = None
+    """What gives them for any workload; None where they follow from this step alone."""
+    error: float | None = None
+    """How far off predictions like this one have been so far, as a share: 0 where the step's shape was counted, or the
+    law is proven for all that differs from one that was. None where nothing was tested yet."""
 
 
 class Law(NamedTuple):
@@ -51,6 +71,11 @@ class Law(NamedTuple):
     hardware: tuple[Line, ...]
     processed: tuple[Line, ...]
     kinds: frozenset[str]
+    """Of input that the counted step had."""
+    other: tuple[Line, ...] = ()
+    """Model FLOPs under the other convention, for a run that is read under it."""
+    is_estimate: bool = False
+    """Whether a part of it was never counted."""
 
     @classmethod
     def of(cls, count: FlopCount, before: Workload, dtype: str | None = None) -> Law:
@@ -58,11 +83,33 @@ class Law(NamedTuple):
         model = list(_lines(count.growth.get(count.convention) or _unnamed(count, count.by_dtype), before, dtype))
         run = _lines(count.growth.get("hardware") or _unnamed(count, count.hardware_by_dtype), before, dtype)
         processed = [(name, PROCESSED.get(field, field), *rest) for name, field, *rest in model]
-        return cls(tuple(model), tuple(run), tuple(processed), kinds_of(before))  # type: ignore[arg-type]
+        others = _lines(count.growth.get("full" if count.convention == "exact" else "exact", {}), before, dtype)
+        lines = tuple(model), tuple(run), tuple(processed)
+        return cls(*lines, kinds_of(before), tuple(others))  # type: ignore[arg-type]
 
-    def at(self, after: Workload) -> StepFlop:
+    def at(self, after: Workload, error: float | None = None) -> StepFlop:
         """FLOPs of a step with this workload."""
-        return StepFlop(_scaled(self.model, after), _scaled(self.hardware, after), _scaled(self.processed, after))
+        model, hardware = _scaled(self.model, after), _scaled(self.hardware, after)
+        return StepFlop(model, hardware, _scaled(self.processed, after), self, error)
+
+    @classmethod
+    def mean(cls, laws: Sequence[Law]) -> Law:
+        """What to expect where counts differ, as with layers dropped at random."""
+        if len(laws) == 1:
+            return laws[0]
+
+        def merged(name: str) -> tuple[Line, ...]:
+            return tuple(
+                (dtype, own, flop / len(laws), n) for law in laws for dtype, own, flop, n in getattr(law, name)
+            )
+
+        return cls(
+            merged("model"),
+            merged("hardware"),
+            merged("processed"),
+            laws[-1].kinds,
+            merged("other"),
+        )
 
 
 def kinds_of(workload: Workload) -> frozenset[str]:
@@ -87,7 +134,7 @@ def _lines(growth: Mapping[str, Mapping[str, float]], before: Workload, dtype: s
         for field, flop in parts.items():
             amount = getattr(before, field, 0)
             name = field if amount else next((name for name in (*KINDS, "samples") if getattr(before, name)), "once")
-            yield normalise_dtype(dtype or own), name, flop, amount or getattr(before, name)
+            yield dtype_name(dtype or own), name, flop, amount or getattr(before, name)
 
 
 def _unnamed(count: FlopCount, by_dtype: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -101,6 +148,53 @@ def _by_ratio(counted: Mapping[str, float], now: Mapping[str, float], then: Mapp
     """What was counted, by how much the estimates of now and then differ."""
     total, before = sum(now.values()), sum(then.values())
     return {dtype: flop * total / before for dtype, flop in counted.items()} if before else dict(now)
+
+
+class Counted(NamedTuple):
+    """What was counted of one shape."""
+
+    law: Law
+    workload: Workload
+    laws: tuple[Law, ...]
+    """One for each count, where they differ."""
+    contents: tuple[float, ...]
+
+
+def changed(after: Workload, before: Workload) -> frozenset[str]:
+    """What is not as it was in another step: sizes of what the model was given, by name and dimension."""
+    found: set[str] = set()
+    own, others = after.shape, before.shape
+    if own != others:
+        if len(own) != len(others):
+            found.add("calls")
+        for place, call in enumerate(own):
+            sizes = {name: rest for name, *rest in call}
+            known = {name: rest for name, *rest in others[min(place, len(others) - 1)]} if others else {}
+            for name in sizes.keys() | known.keys():
+                now, then = sizes.get(name), known.get(name)
+                if now is None or then is None or len(now) != len(then):
+                    found.add(name)
+                else:
+                    found.update(
+                        f"{name}.{n}" for n, pair in enumerate(zip(now, then, strict=True)) if pair[0] != pair[1]
+                    )
+    return frozenset(found)
+
+
+def _contents(workload: Workload) -> tuple[float, ...]:
+    """What the shapes do not tell: shares of padding, packed documents, sizes of images that come in patches."""
+    is_full = workload.tokens == workload.tokens_processed and not workload.values_padding
+    is_one_text = 2 * workload.pairs_causal == workload.pairs_processed + workload.tokens_processed
+    if is_full and is_one_text and not (workload.decoder_tokens or workload.patches):
+        return ()  # as most are
+    shares = [getattr(workload, own) / (getattr(workload, of) or 1) for own, of in PROCESSED.items()]
+    return (*shares, workload.patches / (workload.samples or 1), workload.patch_pairs / (workload.patches or 1))
+
+
+def _distance(after: Workload, before: Workload) -> float:
+    """How unlike two shapes are: all sizes, by their ratios."""
+    sizes = [[size for call in workload.shape for _, *rest in call for size in rest] for workload in (after, before)]
+    return sum(abs(log((a or 0.5) / (b or 0.5))) for a, b in zip_longest(*sizes, fillvalue=0))
 
 
 class Predictor:
@@ -123,7 +217,7 @@ class Predictor:
         self.calibration: float | None = None
         """FLOPs of the last counted step over the estimate of them: the calibration factor."""
         self.difference = 0.0
-        """By how much counts of the last counted workload differ, as a share of their mean; 0 where they agree."""
+        """By how much counts of the last counted shape differ, as a share of their mean; 0 where they agree."""
         self.dtype: str | None = None
         """What autocast turns every product into, as long as nothing was counted; None for the weights' own."""
         self.has_count = False
@@ -136,143 +230,176 @@ class Predictor:
         self.unseen: StepFlop | None = None
         """FLOPs of a step whose batch nobody saw, as long as all counts of such steps agree."""
         self._is_calibrated = is_calibrated
-        self._counts: OrderedDict[Workload, deque[FlopCount]] = OrderedDict()
-        self._laws: dict[Workload, Law] = {}
-        self._known: dict[Workload, StepFlop | None] = {}
+        # All of these are replaced, not changed: another thread may be reading.
+        self._counted: dict[Shape, Counted] = {}
+        self._nearest: dict[Shape, tuple[Counted, frozenset[str]]] = {}
+        self._known: dict[tuple[Workload, Shape], StepFlop | None] = {}
+        self._passed: Mapping[str, int] = {}
+        """By what had changed: tests that the law has passed since it last failed one."""
+        self._proven: frozenset[str] = frozenset()
+        self._tested: frozenset[str] = frozenset()
+        self._disproven: tuple[frozenset[str], ...] = ()
+        self._errors: tuple[float, ...] = ()
+        self._num_repeats = 0
+        """Further steps of a counted shape that had as much: asked for only where the law fails."""
+        self._optimizer: Mapping[str, float] = {}
         self._unseen_counts: list[float] = []
         self._differ = False
 
     def learn(self, count: FlopCount, workload: Workload) -> float | None:
-        """Take a counted step; gives the relative error of what the counts before it had predicted."""
-        predicted = self._predict(workload)
-        is_tested = predicted is not None and count.model_flop and (self._laws or not self._is_calibrated)
-        self.error = sum(predicted.model.values()) / count.model_flop - 1 if predicted and is_tested else self.error
+        """Take a counted step; gives the relative error of what the counts before it had predicted, if any had."""
+        predicted, error = self._predict(workload), None
+        if predicted and count.model_flop and (self._counted or not self._is_calibrated):
+            error = self.error = sum(predicted.model.values()) / count.model_flop - 1
+            if self._counted and predicted.law is not None and not predicted.law.is_estimate:
+                self._note_test(self._changed(workload), abs(error))
+            elif not self._is_calibrated:
+                self._errors = (*self._errors, abs(error))[-NUM_ERRORS:]
         estimated = sum(self._estimate().at(workload).model.values()) if self.estimate is not None else 0.0
         self.calibration = count.model_flop / estimated if estimated else None
         if self._is_calibrated:
-            law = Law.of(self._mean(count, workload), workload)
-            laws = {known: own for known, own in self._laws.items() if known != workload}
-            self._laws = {**dict(list(laws.items())[1 - MAX_SHAPES :]), workload: law}  # replaced, and the newest last
-        # Replaced, not cleared: another thread may be reading.
-        self._known = {known: law.at(known) for known, law in self._laws.items()}
+            shape, laws = workload.shape, [Law.of(self._without_odd_work(count, workload), workload)]
+            before = self._counted.get(shape)
+            if before is not None and (len(before.laws) > 1 or abs(error or 0) > SAME):
+                laws = [*before.laws, *laws][-MAX_COUNTS:]
+            flop = [sum(law.at(workload).model.values()) for law in laws]
+            difference = (max(flop) - min(flop)) / fmean(flop) if any(flop) else 0.0
+            self.difference = difference if difference > SAME else 0.0
+            others = [item for item in self._counted.items() if item[0] != shape]
+            kept = others[1 - (MAX_SHAPES if self._disproven else FEW_SHAPES) :]
+            self._counted = {
+                **dict(kept),
+                shape: Counted(Law.mean(laws), workload, tuple(laws), _contents(workload)),
+            }  # the newest last
+        self._nearest, self._known = {}, {}
         self.has_count, self._before, self.missing = True, None, frozenset()
-        return self.error
+        return error
 
-    def _mean(self, count: FlopCount, workload: Workload) -> FlopCount:
-        """What to expect of such a step: the mean where counts differ, as with layers dropped at random."""
-        counts = self._counts.pop(workload, None) or deque(maxlen=MAX_COUNTS)
-        counts.append(replace(count, by_module={}))
-        self._counts[workload] = counts
-        if len(self._counts) > MAX_SHAPES:
-            self._counts.popitem(last=False)
-        flop = [each.model_flop for each in counts]
-        mean = fmean(flop)
-        difference = (max(flop) - min(flop)) / mean if mean else 0.0
-        self.difference = difference if difference > SAME else 0.0
-        *others, last = counts
-        return sum(others, last) * (1 / len(counts)) if self.difference else count
+    def _without_odd_work(self, count: FlopCount, workload: Workload) -> FlopCount:
+        """An optimizer's products stand for other steps once two counts in a row have them, as much as both have."""
+        hardware = count.growth.get("hardware", {})
+        now = {dtype: parts["once"] for dtype, parts in hardware.items() if "once" in parts}
+        if not workload.samples or not (now or self._optimizer):
+            return count
+        before, self._optimizer = self._optimizer, now
+        kept = {
+            dtype: {**parts, "once": min(now.get(dtype, 0.0), before.get(dtype, 0.0))}
+            for dtype, parts in hardware.items()
+        }
+        return replace(count, growth={**count.growth, "hardware": kept})
+
+    def _note_test(self, what: frozenset[str], error: float) -> None:
+        self._errors = (*self._errors, error)[-NUM_ERRORS:]
+        self._tested |= what
+        if error > EXACT:
+            self._passed = {name: number for name, number in self._passed.items() if name not in what}
+            self._disproven = (*[own for own in self._disproven if not what <= own], what)[-MAX_KNOWN:]
+        elif not what:
+            self._num_repeats += 1
+        elif not any(own <= what for own in self._disproven):
+            # What has failed once is not proven again, but for the batch alone: a size may have passed by luck.
+            is_batch = len(what) == 1 and next(iter(what)).endswith(".0")
+            passed = what if is_batch else what.difference(*self._disproven)
+            self._passed = {**self._passed, **{name: self._passed.get(name, 0) + 1 for name in passed}}
+        self._proven = frozenset(name for name, number in self._passed.items() if number >= MIN_TESTS)
+
+    def _is_proven(self, what: frozenset[str]) -> bool:
+        if not what and self._disproven and self._num_repeats < MIN_REPEATS:
+            return False
+        return what <= self._proven and not any(own <= what for own in self._disproven)
+
+    def is_known(self, shape: Shape) -> bool:
+        """Whether nothing could be learnt from a step of this shape: it was counted, or the law is proven for it."""
+        return bool(self._counted) and self._is_proven(self._fitting(Workload(shape=shape))[1])
 
     def learn_unseen(self, count: FlopCount) -> bool:
         """A step was counted in which the model itself was not called; gives whether such steps differ from now on."""
         self.has_count, before = True, self.unseen
+        is_tested = bool(self._unseen_counts)
         self._unseen_counts = [*self._unseen_counts[:1], count.model_flop]  # the first and the last
         least, most = min(self._unseen_counts), max(self._unseen_counts)
         self._differ = self._differ or most > (1 + SAME_UNSEEN) * least
-        self.unseen = None if self._differ else Law.of(replace(count, growth={}, by_op={}), Workload()).at(Workload())
+        law = Law.of(replace(count, growth={}, by_op={}), Workload())
+        self.unseen = None if self._differ else law.at(Workload(), most / least - 1 if is_tested else None)
         return self._differ and before is not None
 
     def predict(self, workload: Workload) -> StepFlop | None:
         """The FLOPs of a step with this workload; None where nothing tells."""
-        by_workload = self._known  # a count that comes meanwhile must not find what was foretold without it
-        known = by_workload.get(workload)
+        by_workload, key = self._known, (workload, workload.shape)
+        known = by_workload.get(key)  # a count that comes meanwhile must not find what was foretold without it
         if known is None:
             if len(by_workload) >= MAX_KNOWN:
                 by_workload.clear()
-            known = by_workload[workload] = self._predict(workload)
+            known = by_workload[key] = self._predict(workload)
         return known
 
+    def _fitting(self, workload: Workload) -> tuple[Counted, frozenset[str]]:
+        """The count to predict a step from, and what has changed in its shape since."""
+        own = self._counted.get(workload.shape)
+        if own is not None:
+            return own, frozenset()
+        nearest, key = self._nearest, workload.shape
+        found = nearest.get(key)
+        if found is None:
+            # The newest count with these kinds of input and no others, or with all of them, or of any kind: the law
+            # is proven from there, or the count that is most alike is taken.
+            kinds, counted = kinds_of(workload), list(self._counted.values())
+            fitting = (
+                [own for own in counted if own.law.kinds == kinds] or [own for own in counted if kinds <= own.law.kinds]
+            ) or counted
+            own = fitting[-1]
+            found = own, changed(workload, own.workload)
+            if not self._is_proven(found[1]):
+                all_found = [(own, changed(workload, own.workload)) for own in reversed(fitting)]
+                is_unlike = [
+                    (not self._is_proven(what), len(what - self._proven), _distance(workload, own.workload))
+                    for own, what in all_found
+                ]
+                found = all_found[is_unlike.index(min(is_unlike))]
+            if len(nearest) >= MAX_SHAPES:
+                nearest.clear()
+            nearest[key] = found
+        return found
+
+    def _changed(self, workload: Workload) -> frozenset[str]:
+        own, what = self._fitting(workload)
+        if "contents" in self._proven and not self._disproven:
+            return what
+        return what | {"contents"} if _contents(workload) != own.contents else what
+
     def _predict(self, workload: Workload) -> StepFlop | None:
-        kinds, laws = kinds_of(workload), list(self._laws.values())
-        # The newest count with these kinds of input and no others, or with all of them, or of any kind.
-        fitting = [law for law in laws if law.kinds == kinds] or [law for law in laws if kinds <= law.kinds] or laws
-        law = self._laws.get(workload) or (fitting[-1] if fitting else None)
+        kinds = kinds_of(workload)
+        law = self._fitting(workload)[0].law if self._counted else None
         if law is not None and kinds <= law.kinds:
-            return law.at(workload)
+            what = self._changed(workload)
+            so_far = max(self._errors) if self._errors and what <= self._tested else 0.0
+            error = 0.0 if self._is_proven(what) else so_far or None  # too few tests that agree prove nothing
+            return law.at(workload, error)
         if self.estimate is None:
             self.missing = kinds
             return None
         estimate = self._estimate()
         if law is None:
-            found = estimate.at(workload)
+            found = estimate.at(workload, max(self._errors) if self._errors else None)
             if not any(found.model.values()):
                 return None  # there is nothing that it knows of
             before = self._before
             counted = before.predict(workload) if before is not None else None
             if before is None or before.estimate is None or counted is None:
                 return found
-            return StepFlop(*map(_by_ratio, counted, found, before._estimate().at(workload)))
+            then = before._estimate().at(workload)
+            model = _by_ratio(counted.model, found.model, then.model)
+            hardware = _by_ratio(counted.hardware, found.hardware, then.hardware)
+            return StepFlop(model, hardware, _by_ratio(counted.processed, found.processed, then.processed))
         missing = self.missing = kinds - law.kinds
         own = next(iter({line[0] for line in law.model}), "fp32")
         extra: list[tuple[Line, ...]] = [
             tuple((own, *line[1:]) for line in lines if _kind_of(line[1]) in missing)
             for lines in (estimate.model, estimate.hardware, estimate.processed)
         ]
-        return Law(law.model + extra[0], law.hardware + extra[1], law.processed + extra[2], kinds).at(workload)
+        lines = law.model + extra[0], law.hardware + extra[1], law.processed + extra[2]
+        return Law(*lines, kinds, is_estimate=True).at(workload)
 
     def _estimate(self) -> Law:
         assert self.estimate is not None
-        return Law.of(self.estimate, UNIT, self.dtype)
-
-
-Sizes = tuple[int, int]
-"""Batch size and length."""
-_HALF, _ONE = Fraction(1, 2), Fraction(1)
-_POWERS: Mapping[str, Mapping[Sizes, Fraction]] = {
-    "once": {(0, 0): _ONE},
-    "samples": {(1, 0): _ONE},
-    **{key: {(1, 1): _ONE} for key in ("tokens", "tokens_processed", "decoder_tokens", "decoder_tokens_processed")},
-    **{key: {(1, 2): _HALF, (1, 1): _HALF} for key in ("pairs_causal", "decoder_pairs_causal")},
-    **{key: {(1, 2): _ONE} for key in ("pairs_full", "pairs_processed", "decoder_pairs_processed", "cross_pairs")},
-}
-"""Fields of a batch of B texts of S tokens each, by the powers of B and S. A sliding window makes no polynomial."""
-
-
-def expression(count: FlopCount, sizes: Sizes, check: FlopCount, check_sizes: Sizes) -> str | None:
-    """The model's FLOPs in batch size B and length S: '768*B*S*(S + 949)'; None where they are no such polynomial.
-
-    Args:
-        check: A count at other sizes, which the expression must meet.
-    """
-    total: dict[Sizes, Fraction] = {}
-    per_sample = [getattr(own.workload, "values", 0) / size[0] for own, size in ((count, sizes), (check, check_sizes))]
-    ratio = check_sizes[1] / sizes[1]  # an image of one size, a recording, a square of pixels
-    power = next((n for n in (0, 1, 2) if isclose(per_sample[0] * ratio**n, per_sample[1], rel_tol=1e-9)), 0)
-    values = {"values": {(1, power): _ONE}, "values_squared": {(1, 2 * power): _ONE}}
-    for parts in count.growth[count.convention].values():
-        for field, flop in parts.items():
-            powers = _POWERS.get(field) or values.get(field.removesuffix("_processed"))
-            if powers is None:
-                return None
-            amount = sum(c * sizes[0] ** b * sizes[1] ** s for (b, s), c in powers.items())
-            for own, c in powers.items():
-                total[own] = total.get(own, Fraction(0)) + c * Fraction(round(flop)) / amount
-    found = {power: c for power, c in total.items() if c}
-    at_check = sum(c * check_sizes[0] ** b * check_sizes[1] ** s for (b, s), c in found.items())
-    return _polynomial(found) if isclose(at_check, check.model_flop, rel_tol=1e-9) else None
-
-
-def _polynomial(coefficients: Mapping[Sizes, Fraction]) -> str:
-    """As text, with what is common to all terms in front."""
-    if not coefficients:
-        return "0"
-
-    def term(factor: Fraction, power: Sizes) -> str:
-        letters = [name if n == 1 else f"{name}^{n}" for name, n in zip("BS", power, strict=True) if n]
-        return "*".join([str(factor)] * (factor != 1 or not letters) + letters)
-
-    low = min(b for b, _ in coefficients), min(s for _, s in coefficients)
-    denominator = lcm(*(c.denominator for c in coefficients.values()))
-    common = Fraction(gcd(*(int(c * denominator) for c in coefficients.values())), denominator)
-    rest = {(b - low[0], s - low[1]): c / common for (b, s), c in coefficients.items()}
-    inner = " + ".join(term(rest[power], power) for power in sorted(rest, key=lambda p: p[::-1], reverse=True))
-    return term(common, low) if inner == "1" else f"{term(common, low)}*({inner})"
+        return Law.of(self.estimate, UNIT, self.dtype)._replace(is_estimate=True)

@@ -27,16 +27,17 @@ from torch.autograd.profiler import record_function
 
 from flopmeter.errors import CountError
 from flopmeter.flops import formulas
+from flopmeter.flops.count import call_arguments, loss_of, unwrap
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Work
 from flopmeter.flops.observation import watch_optimizers
-from flopmeter.flops.shadow import untouched
-from flopmeter.flops.side_count import call_arguments, loss_of, unwrap
+from flopmeter.flops.on_shapes import untouched
 from flopmeter.flops.tf32 import product_dtype, tf32_families
 from flopmeter.hook_hiding import replace_attribute, surround_backward
 from flopmeter.profiling.profiler_guard import Recording, range_of
 from flopmeter.profiling.recorded import (
     OPTIMIZER_MARK,
+    UNSEEN_MASKS,
     Cover,
     FlopSums,
     Range,
@@ -56,10 +57,6 @@ from flopmeter.torch_compat import (
     unrecorded_operators,
 )
 
-UNSEEN_MASKS = (
-    "The profiler records shapes, not values: padding, masks given as tensors, and attention made of plain products "
-    "count in full."
-)
 COMPILED = "Of compiled code, kernels that the compiler wrote are not seen, and what it recomputes is backward work."
 
 _BUILDS_GRAPH = "flopmeter: this backward pass builds a graph"
@@ -79,7 +76,6 @@ class ProfiledStep:
     def __init__(self, device: torch.device | None = None) -> None:
         self._recording = Recording()
         self._device = device
-        self._undo: list[Callable[[], None]] = []
         self._record: _StepRecord | None = None
         self._optimizer: record_function | None = None
 
@@ -90,29 +86,23 @@ class ProfiledStep:
             CountError: Another profiler is at work; ask `profiler_guard.blocker` first.
         """
         self._recording.start()
-        self._undo = [
+        self._recording.undo += [
             surround_backward(lambda builds: record_function(_BUILDS_GRAPH) if builds else nullcontext()),
             _mark_aborted_recomputation(),
+            *watch_optimizers(self._mark_optimizer),
+            # For a step that ends in the optimizer's own hook.
+            lambda: self._mark_optimizer(is_in=False) if self._recording.is_on_its_thread else None,
         ]
-        self._undo += watch_optimizers(self._mark_optimizer)
 
     def stop(self) -> None:
         """End the recording, read it, and give its memory back. Does nothing the second time."""
-        self._take_away()
         events = self._recording.stop()
         if events:
             self._record = _StepRecord(events, tf32_families(self._device))
 
     def discard(self) -> None:
         """End the recording and throw it away. After a call on another thread its own has to call as well."""
-        self._take_away()
-        self._recording.give_way()
-
-    def _take_away(self) -> None:
-        if self._recording.is_on_its_thread:
-            self._mark_optimizer(is_in=False)  # a step that ends in the optimizer's own hook
-        while self._undo:
-            self._undo.pop()()
+        self._recording.discard()
 
     def _mark_optimizer(self, is_in: bool) -> None:
         """Torch before 2.12 does not record its own range around an optimizer's step while that is open."""
@@ -220,14 +210,7 @@ class _StepRecord:
         for op, work in self.ops:
             sums.add(op.name, op.phase, op.dtype, work.full if convention == "full" else work.exact, work.hardware)
         return FlopCount(
-            forward_flop=sums.by_phase["forward"],
-            backward_flop=sums.by_phase["backward"],
-            recompute_flop=sums.by_phase["recompute"],
-            optimizer_flop=sums.by_phase["optimizer"],
-            hardware_flop=sum(sums.hardware.values()),
-            by_dtype=dict(sums.model),
-            hardware_by_dtype=dict(sums.hardware),
-            by_op=dict(sums.by_op),
+            **sums.fields(),
             coverage=None,
             uncounted=dict(self.uncounted),
             method="profiler",

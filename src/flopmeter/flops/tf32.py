@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from flopmeter.devices.table import uses_tf32
+from flopmeter.devices import uses_tf32
 
 MATMUL = "matmul"
 """Stands for every family that cuDNN does not rule."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -50,6 +50,10 @@ MAX_POSITIONS = 64
 MAX_SHAPES = 512
 FEW = 256
 """Numbers that Python adds up in about the time that it takes to hand them to numpy."""
+
+
+Shape = tuple[tuple[tuple[Any, ...], ...], ...]
+"""Of each call its tensors: their names and sizes. What only repeats the first one's (masks, labels) is left out."""
 
 
 class PatchWindow(NamedTuple):
@@ -193,6 +197,8 @@ class Workload:
     """The windows that `patch_pairs_window` was counted for."""
     patch_pairs_window: int = 0
     """Pairs of patches within each window."""
+    shape: Shape = field(default=(), compare=False)
+    """What was given, call by call: what `prediction` asks beyond the sums. Two workloads may differ in it alone."""
 
     pairs_full = property(lambda self: 2 * self.pairs_causal - self.tokens)
     """Pairs of two tokens of one sequence or document, in either direction: n^2."""
@@ -245,6 +251,7 @@ class Workload:
                 sums[name] = getattr(self, name)
             else:
                 sums[pairs] = 0
+        sums["shape"] = tuple(sorted(self.shape + other.shape))
         return Workload(**sums)
 
     @staticmethod
@@ -261,7 +268,9 @@ class Workload:
             "pairs_causal": sum(pairs(n, causal=True) for n in lengths),
             "pairs_processed": rows * padded_to**2,
         }
+        shape = ((("input", rows, padded_to),),)
         found: dict[str, Any] = {"samples": rows, "window": needs.window, "patch_window": needs.patch_window, **text}
+        found["shape"] = shape
         if needs.window:
             found["pairs_window"] = sum(pairs(n, causal=True, window=needs.window) for n in lengths)
         if needs.has_decoder:
@@ -313,6 +322,10 @@ class LateWorkload:
     """Boolean (samples, length), False on padding; None where no mask tells."""
     decoder_is_real: torch.Tensor | None = None
     """The same of a decoder's own text."""
+    text: torch.Tensor | None = None
+    """The ids or embeddings that `is_real` is about; kept by an observed step alone."""
+    decoder_text: torch.Tensor | None = None
+    """The same of a decoder: ids, embeddings or labels."""
 
     def resolve(self, numbers: Mapping[str, float]) -> Workload:
         """The workload, once every name in `unread` has its number."""
@@ -338,24 +351,30 @@ def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
     needs = needs or Needs()
     found: dict[str, Any] = {"window": needs.window, "patch_window": needs.patch_window}
     inputs, several = _named(batch, needs)
+    found["shape"] = (_shape(inputs, several),)
     is_real = decoder_is_real = None
+    ids = decoder_ids = None
     if several is not None:
         found |= _packed(several) if isinstance(several, PackedSequence) else _listed(several, needs)
         found |= _grids(inputs, needs.patch_window)
     else:
         found |= _dense(inputs, needs) | _grids(inputs, needs.patch_window)
         text, is_real = _text(inputs, "", needs)
+        ids = _ids(inputs, "")
         found |= text
         lengths = None if is_real is None else is_real.sum(1)
         if lengths is not None and "inputs_embeds" in inputs and not any(name in inputs for name in _DENSE):
             found |= _unpadded(found, lengths)
         if needs.has_decoder:
             decoder, decoder_is_real = _text(inputs, "decoder_", needs)
+            decoder_ids = _ids(inputs, "decoder_")
             found |= {f"decoder_{name}": value for name, value in decoder.items() if name in _TEXT}
             found |= _cross(text, lengths, decoder, None if decoder_is_real is None else decoder_is_real.sum(1))
     unread = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     known = {name: value for name, value in found.items() if name not in unread}
-    return LateWorkload(known=known, unread=unread, is_real=is_real, decoder_is_real=decoder_is_real)
+    return LateWorkload(
+        known=known, unread=unread, is_real=is_real, decoder_is_real=decoder_is_real, text=ids, decoder_text=decoder_ids
+    )
 
 
 _DENSE = ("pixel_values", "input_features", "input_values")
@@ -383,16 +402,28 @@ def _named(batch: Any, needs: Needs) -> tuple[dict[str, torch.Tensor], list[torc
         second = second_input(inputs, main)
         tensors |= {"labels": second} if second is not None else {}
     if isinstance(value, list):
-        value = value[0] if len(value) == 1 or _kind(value[0], needs) == "input_ids" else _side_by_side(value)
+        first = value[0]
+        width = sum(tensor.numel() for tensor in value) // max(len(first), 1)
+        # As large as all inputs of the same samples together; it holds nothing.
+        is_one = len(value) == 1 or _kind(first, needs) == "input_ids"
+        value = first if is_one else torch.empty(len(first), width, device="meta")
     if value.dim() == 1 and (needs.reads == "ids" or value.is_floating_point()):
         value = value[:, None]  # one number a sample, no sequence of them
     return {_kind(value, needs): value, **tensors}, None
 
 
-def _side_by_side(inputs: list[torch.Tensor]) -> torch.Tensor:
-    """As large as all inputs of the same samples together; it holds nothing."""
-    rows = inputs[0].shape[0]
-    return torch.empty(rows, sum(tensor.numel() for tensor in inputs) // max(rows, 1), device="meta")
+def _shape(inputs: Mapping[str, torch.Tensor], several: Sequence[torch.Tensor] | PackedSequence | None) -> Any:
+    if several is not None:
+        parts = (several.data, several.batch_sizes) if isinstance(several, PackedSequence) else several
+        own = {f"input {place}": tensor for place, tensor in enumerate(parts)}
+        return tuple((name, *own[name].shape) for name in sorted(own))
+    main = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+    main = next(iter(inputs.values()), None) if main is None else main
+    if main is None:
+        return ()
+    repeated = ((), main.shape[:1], main.shape[:2])
+    others = [(name, *t.shape) for name, t in inputs.items() if t is not main and tuple(t.shape) not in repeated]
+    return (("input", *main.shape), *sorted(others))
 
 
 def _kind(tensor: torch.Tensor, needs: Needs) -> str:
@@ -425,9 +456,7 @@ def _listed(samples: list[torch.Tensor], needs: Needs) -> dict[str, Any]:
 def _text(inputs: Mapping[str, torch.Tensor], prefix: str, needs: Needs) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Fields of the text part, and where it has tokens if a mask tells it."""
     window = needs.window if not prefix else 0
-    ids = inputs.get(f"{prefix}input_ids", inputs.get(f"{prefix}inputs_embeds"))
-    if ids is None and prefix:
-        ids = inputs.get("labels")
+    ids = _ids(inputs, prefix)
     if ids is None or ids.dim() == 0:
         return {"samples": next((t.shape[0] for t in inputs.values() if t.dim()), 0)}, None
     rows, length = (1, ids.shape[0]) if ids.dim() == 1 else tuple(ids.shape[:2])
@@ -453,6 +482,12 @@ def _text(inputs: Mapping[str, torch.Tensor], prefix: str, needs: Needs) -> tupl
     else:
         causal, cut = (rows * pairs(length, causal=True, window=own) for own in (0, window))
     return {**found, "tokens": tokens, "pairs_causal": causal, "pairs_window": cut if window else 0}, is_real
+
+
+def _ids(inputs: Mapping[str, torch.Tensor], prefix: str) -> torch.Tensor | None:
+    """The tensor that holds a text's tokens."""
+    own = inputs.get(f"{prefix}input_ids", inputs.get(f"{prefix}inputs_embeds"))
+    return inputs.get("labels") if own is None and prefix else own
 
 
 def real_tokens(mask: torch.Tensor) -> torch.Tensor:
@@ -742,7 +777,8 @@ class WorkloadReader:
         the shapes of the arguments tell where no values matter."""
         self._by_first: dict[tuple[torch.Size, torch.dtype], Workload] = {}
         self._by_lengths: dict[tuple[int, ...], Workload] = {}
-        self._seen: list[Seen] = []
+        self.batches: list[Seen] = []
+        """What was seen since the last `take`: one list for good."""
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name, the positional ones first."""
@@ -767,11 +803,16 @@ class WorkloadReader:
         if type(first) is torch.Tensor and not has_function_mode():  # most calls have one tensor: its shape tells
             known = self._by_first.get((first.shape, first.dtype), _NEW)
             if known is not _NEW:
-                self._seen.append(known)
+                self.batches.append(known)
+                return
+        elif not args and not has_function_mode() and (by_name := self._by_names.get(tuple(kwargs))) and by_name[1]:
+            ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
+            if type(mask) is torch.Tensor and type(ids) is torch.Tensor and mask.shape == ids.shape:
+                self.batches.append(self._lengths(mask, mask.shape[1]))
                 return
         with DisableTorchFunction():
             seen = self._read(self.bind(args, kwargs) if args else kwargs)
-            self._seen.append(seen)
+            self.batches.append(seen)
             if isinstance(first, torch.Tensor) and isinstance(seen, Workload) and len(self._by_first) < MAX_SHAPES:
                 self._by_first[first.shape, first.dtype] = seen
 
@@ -822,7 +863,7 @@ class WorkloadReader:
 
     def see_mask(self, mask: torch.Tensor) -> None:
         """The mask of a batch that the model was given without it."""
-        self._seen = list(self.with_mask(self._seen, mask))
+        self.batches[:] = self.with_mask(self.batches, mask)
 
     def with_mask(self, seen: Sequence[Seen], mask: torch.Tensor) -> Sequence[Seen]:
         """What was seen of a step whose mask is told apart; with several micro-batches it is nobody's."""
@@ -836,18 +877,23 @@ class WorkloadReader:
         return Lengths(tensor, padded_to, self.needs, self._by_lengths, tensor._version)
 
     @property
-    def num_seen(self) -> int:
-        """Micro-batches since the last `take`."""
-        return len(self._seen)
+    def last_shape(self) -> Shape | None:
+        """What the latest micro-batch looks like; None where nothing of it is recognised."""
+        seen = self.batches[-1] if self.batches else None
+        if isinstance(seen, LateWorkload):
+            return seen.known.get("shape")
+        if isinstance(seen, Lengths):
+            return ((("input", len(seen.tensor), seen.padded_to),),)
+        return None if seen is None else seen.shape
 
     def drop(self, begin: int, end: int | None = None) -> None:
         """Forget micro-batches, by their places: the pass over them has failed."""
-        del self._seen[begin:end]
+        del self.batches[begin:end]
 
     def take(self) -> tuple[Seen, ...]:
         """What was seen since the last call."""
-        seen = tuple(self._seen)
-        self._seen.clear()
+        seen = tuple(self.batches)
+        self.batches.clear()
         return seen
 
 

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from flopmeter.monitor import hooks
-
-
-class WaitListener(hooks.WaitListener, Protocol):
-    """Whoever wants to know, and knows of evaluations."""
-
-    @property
-    def is_evaluating(self) -> bool: ...
-    def is_elsewhere(self) -> bool: ...
-    def on_other_loader(self) -> bool: ...
+from flopmeter.monitor.hooks import patch_loaders
+from flopmeter.monitor.recorder import Recorder
 
 
 class LoaderMarks:
     """Tells a listener of every wait for a training batch, until `remove`."""
 
-    def __init__(self, listener: WaitListener) -> None:
+    def __init__(self, listener: Recorder) -> None:
         self._listener = listener
         self._last: _Loader | None = None
         self._training: _Loader | None = None
-        self.remove = hooks.patch_loaders(listener, self._takes)
+        self.remove = patch_loaders(listener, self._takes)
 
     def on_step(self) -> None:
         """A step has ended: whoever was asked last feeds the training."""

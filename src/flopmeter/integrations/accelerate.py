@@ -12,7 +12,7 @@ logged. `accelerator.end_training()` closes the record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import flopmeter
 from flopmeter.errors import MissingLibraryError
-from flopmeter.integrations._harmless import harmless
+from flopmeter.integrations import harmless
 from flopmeter.monitor import TrainingMonitor
 from flopmeter.monitor import watch as watch_loop
 
@@ -44,11 +44,12 @@ def watch(
     output_dir: str | PathLike[str] = "runs/run",
     config: str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None = None,
     accelerator: Accelerator | None = None,
+    log: Callable[[Mapping[str, float], int], object] | None = None,
 ) -> TrainingMonitor:
     """As `flopmeter.watch`, for what `accelerator.prepare` gave back."""
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    monitor = watch_loop(model, optimizer, loader, output_dir, config)
+    monitor = watch_loop(model, optimizer, loader, output_dir, config, log=log)
     if accelerator is not None:
         # First of all trackers: the others are still open when it logs for the last time.
         accelerator.trackers.insert(0, FlopmeterTracker(monitor, accelerator))

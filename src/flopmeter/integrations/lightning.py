@@ -21,16 +21,15 @@ from functools import wraps
 from os import PathLike
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import flopmeter
 from flopmeter.errors import MissingLibraryError
-from flopmeter.integrations._harmless import harmless
+from flopmeter.integrations import harmless
+from flopmeter.integrations._called import Calls
 from flopmeter.monitor import TrainingMonitor
 from flopmeter.monitor import watch as watch_loop
-from flopmeter.torch_compat import graph_task_id
 
 try:
     from lightning.fabric.wrappers import is_wrapped
@@ -64,7 +63,7 @@ class FlopmeterCallback(Callback):
         self.is_off = False
         self._has_stepped = False
         self._num_steps = 0
-        self._search: _Outermost | None = None
+        self._search: Calls | None = None
         self._num_left_out = 0
         self._stand_in: _StandIn | None = None
         self._phase = ExitStack()
@@ -84,13 +83,15 @@ class FlopmeterCallback(Callback):
             output_dir, self._config, model=pl_module, loader=trainer.train_dataloader, finds_evaluation=False
         )
         self.monitor.start_training(has_joined=True)
-        self._search, self._num_left_out = _Outermost(pl_module), 0
+        self._num_left_out = 0
+        with_weights = [part for part in pl_module.modules() if next(part.parameters(), None) is not None]
+        self._search = Calls(with_weights)
         self._undo.callback(_pause_in_saving(trainer, self.monitor))
 
     @harmless
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._search is not None:
-            self._search.start(batch)
+            self._search.whole_step = pl_module, batch  # so it is under DDP
         if self._stand_in is not None and self.monitor is not None:
             self._stand_in(batch)
             self._phase.enter_context(self.monitor.phase("forward"))  # until the backward pass marks itself
@@ -107,7 +108,8 @@ class FlopmeterCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._phase.close()
-        self._end_search(pl_module, is_left_out=_is_nothing(outputs))
+        # `training_step` gives nothing back for a batch that it leaves out.
+        self._end_search(pl_module, is_left_out=outputs is None or (isinstance(outputs, Mapping) and not outputs))
         if self.monitor is None or not self._has_stepped:
             return
         self._has_stepped = False
@@ -149,62 +151,24 @@ class FlopmeterCallback(Callback):
         search = self._search
         if search is None or self.monitor is None:
             return
-        search.stop()
-        if is_left_out and not search.found and self._num_left_out < MAX_LEFT_OUT:
+        if is_left_out and not search.models and self._num_left_out < MAX_LEFT_OUT:
             self._num_left_out += 1
             return
+        search.remove()
         self._search = None
-        if len(search.found) == 1:
-            self.monitor.set_model_ref(search.found[0])
+        if len(search.models) == 1:
+            self.monitor.set_model_ref(search.models[0])
         else:
             self._stand_in = _StandIn(pl_module)
-            self.monitor.set_model_ref(self._stand_in)
+            self.monitor.set_model_ref(self._stand_in, within=pl_module)
 
     def _finish(self) -> None:
         for stack in (self._pause, self._phase, self._undo):
             stack.close()
         if self._search is not None:
-            self._search.stop()
+            self._search.remove()
         if self.monitor is not None:
             self.monitor.finish_training()
-
-
-class _Outermost:
-    """Finds the modules with weights that a training step calls from outside of all others."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.found: list[nn.Module] = []
-        self._root = root
-        self._batch: Any = None
-        self._stack: list[nn.Module] = []
-        self._handles: list[Any] = []
-
-    def start(self, batch: Any) -> None:
-        """Stand on every module, for one batch."""
-        self._batch = batch
-        for module in self._root.modules():
-            if next(module.parameters(), None) is not None:
-                self._handles.append(module.register_forward_pre_hook(self._enter))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def stop(self) -> None:
-        """Take all hooks off again."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # Under DDP, Lightning runs the training step through the module's own call.
-        is_the_step = module is self._root and bool(args) and args[0] is self._batch
-        if torch.compiler.is_compiling() or graph_task_id() != -1 or is_the_step:
-            return
-        is_new = all(module is not known for known in self.found)
-        if not self._stack and is_new and torch.is_grad_enabled():
-            self.found.append(module)
-        self._stack.append(module)
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if self._stack and self._stack[-1] is module and not torch.compiler.is_compiling():
-            self._stack.pop()
 
 
 class _StandIn(nn.Module):
@@ -222,11 +186,6 @@ class _StandIn(nn.Module):
             super().__call__(**batch)
         else:
             super().__call__(*(batch if isinstance(batch, (list, tuple)) else (batch,)))
-
-
-def _is_nothing(outputs: Any) -> bool:
-    """Whether `training_step` gave nothing back, as it does for a batch that it leaves out."""
-    return outputs is None or (isinstance(outputs, Mapping) and not outputs)
 
 
 def _log(trainer: Trainer, perf: dict[str, float]) -> None:
@@ -255,8 +214,9 @@ def watch(
     output_dir: str | PathLike[str] = "runs/run",
     config: Config = None,
     accelerator: Any = None,
+    log: Callable[[Mapping[str, float], int], object] | None = None,
 ) -> TrainingMonitor:
     """As `flopmeter.watch`, for what Fabric's `setup` gave back."""
     model = cast(Any, model).module if is_wrapped(model) else model
     optimizer = cast(Any, optimizer).optimizer if is_wrapped(optimizer) else optimizer
-    return watch_loop(model, optimizer, loader, output_dir, config)
+    return watch_loop(model, optimizer, loader, output_dir, config, log=log)

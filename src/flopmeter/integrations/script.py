@@ -1,8 +1,8 @@
 """How is a program measured that knows nothing of flopmeter? `flopmeter run` has `install` called once torch is there.
 
-From then on torch tells of every optimizer step, and nothing else is hooked until the first one. The first steps show
-what is trained: which optimizers take turns, and which modules the loop calls. Then a `TrainingMonitor` is attached to
-those. When the program goes on to train something else, that gets a record of its own.
+From then on torch tells of every optimizer step and every backward pass, and nothing else is hooked until an optimizer
+steps after a backward pass. Two steps show which modules the loop calls; then a `TrainingMonitor` is attached to those.
+When the program goes on to train something else, that gets a record of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import wraps
-from importlib import import_module
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,11 +24,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopmeter.errors import sign_warnings
-from flopmeter.torch_compat import graph_task_id, outside_compiler
+from flopmeter.hook_hiding import hide_frame, replace_attribute
+from flopmeter.torch_compat import graph_task_id, outside_compiler, skip_in_compiler
 
 if TYPE_CHECKING:
-    from flopmeter.integrations._discovery import Discovery
-    from flopmeter.integrations._session import Session
+    from flopmeter.integrations._training import Training
+    from flopmeter.monitor import TrainingMonitor
 
 logger = logging.getLogger("flopmeter")
 
@@ -38,6 +37,13 @@ MAX_RECORDS = 16
 FREE_LOOKS, LOOK_SHARE = 4, 1e-3
 """Looks at all objects that are taken as soon as they are wanted, and the share of the time for those after them: a
 loop may make a new optimizer for each of its steps."""
+NUM_LASTING = 3
+"""Of what `follow` undoes at the end; what comes behind is undone when something is measured."""
+NO_OPTIMIZER = "no optimizer of torch has stepped in this process; processes that it starts are not measured"
+NO_TORCH_OPTIMIZER = (
+    "{} and no step of a torch optimizer: where the loop updates its weights, write monitor.log_step(step), after "
+    "monitor = flopmeter.watch(model) before the loop"
+)
 _T = TypeVar("_T")
 
 
@@ -65,13 +71,12 @@ class Program:
 
     def __init__(self, output_dir: str, config: dict[str, Any], is_quiet: bool) -> None:
         self.num_optimizer_steps = 0
-        self._output_dir = output_dir
-        self._config = config
-        self._is_quiet = is_quiet
+        self.num_passes = 0
+        """Backward passes until something is measured."""
+        self._output_dir, self._config, self._is_quiet = output_dir, config, is_quiet
         self._pid = os.getpid()
         self._thread: int | None = None
-        self._discovery: Discovery | None = None
-        self._session: Session | None = None
+        self._training: Training | None = None
         self._num_records = 0
         self._num_missed = 0
         self._gone: set[Hashable] = set()
@@ -81,30 +86,37 @@ class Program:
         self._is_idle = False
         self._last_words = ""
         self._undo: list[Callable[[], None]] = []
-        self._reason = "no optimizer of torch has stepped in this process; processes that it starts are not measured"
+        self._reason = NO_OPTIMIZER
 
     def follow(self) -> None:
-        """Have torch tell of every optimizer step."""
+        """Have torch tell of every optimizer step and every backward pass."""
         self._undo = [
             register_optimizer_step_pre_hook(self.on_optimizer).remove,
             register_optimizer_step_post_hook(self.on_optimizer_end).remove,
             _follow_gradient_scalers(self),
+            *(_follow_passes(self, name) for name in ("backward", "grad")),
         ]
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self._training is not None and self._training.monitor is not None
 
     def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step."""
-        if self._session is not None and self._session.last_told() is not optimizer:
-            self.guarded(self._announce, optimizer)
+        training = self._training
+        if training is not None and training.monitor is not None and training.last_told() is not optimizer:
+            self.guarded(training.on_any_optimizer, optimizer)
 
     def on_optimizer_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped."""
         self.num_optimizer_steps += 1
-        if self._session is None:
+        if not self._is_measuring:
             self.guarded(self._learn, optimizer)
 
     def on_skipped(self, optimizer: Any) -> None:
         """A gradient scaler has kept an optimizer from stepping."""
-        self.guarded(self._learn if self._session is None else self._session.on_skipped, optimizer)
+        training = self._training if self._is_measuring else None
+        self.guarded(self._learn if training is None else training.on_skipped, optimizer)
 
     def finish(self) -> None:
         """The program is over: close the record, and say in one line what was found."""
@@ -113,9 +125,11 @@ class Program:
         self._is_idle = True  # a thread that still trains begins nothing from here on
         for undo in self._undo:
             undo()
-        if self._session is not None:
+        if self._training is not None:
             with suppress(KeyboardInterrupt):  # who presses Ctrl-C again does not want to wait
-                self._last_words = self._session.finish()
+                self._last_words = self._training.finish() or self._last_words
+        if self._reason is NO_OPTIMIZER and self.num_passes and not self.num_optimizer_steps:
+            self._reason = NO_TORCH_OPTIMIZER.format(f"{self.num_passes:,} backward pass{'es' * (self.num_passes > 1)}")
         said = self._last_words or f"nothing to measure: {self._reason}"
         if self._num_records > 1:
             beyond = "; those after it were not measured" if self._has_more else ""
@@ -126,51 +140,45 @@ class Program:
             with suppress(OSError, ValueError):  # the program may have closed it
                 print(f"flopmeter: {said}", file=sys.stderr)
 
-    def _is_ours(self) -> bool:
-        """Not a forked worker, and not a thread beside the one that trains."""
-        is_here = self._thread is None or threading.get_ident() == self._thread or (graph_task_id() != -1)
-        return is_here and not self._is_idle and os.getpid() == self._pid
-
     def guarded(self, action: Callable[[_T], None], argument: _T) -> None:
         """Do something where the program trains, and nowhere else; a mistake of ours ends the measuring, not more."""
-        if not self._is_ours():
-            return
+        is_here = self._thread is None or threading.get_ident() == self._thread or graph_task_id() != -1
+        if self._is_idle or not is_here or os.getpid() != self._pid:
+            return  # a forked worker, or a thread beside the one that trains
         try:
             action(argument)
         except Exception as error:  # noqa: BLE001 - the program comes first
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._reason = f"{type(error).__name__}: {error}"
+            self._is_idle = True
+            logger.warning("flopmeter run is switched off (%s); the program goes on", self._reason)
 
     def start_anew(self, num_missed: int, gone: Collection[Hashable]) -> None:
-        """The program trains something else now: close this record, and learn again.
+        """The program trains something else now: close this record, and look again.
 
         Args:
             num_missed: Steps of it that are in no record. The turn that brought it out is told again.
             gone: Keys of the optimizers whose training is over.
         """
-        assert self._session is not None
-        self._last_words = self._session.finish()
+        assert self._training is not None
+        self._last_words = self._training.finish()
         self._num_missed = num_missed
         self._gone.update(gone)
-        self._session = None
-        self._thread = None
-
-    def _announce(self, optimizer: Any) -> None:
-        if self._session is not None:
-            self._session.on_any_optimizer(optimizer, is_in_backward=(graph_task_id() != -1))
+        self._training = self._thread = None
 
     def _learn(self, optimizer: Any) -> None:
-        is_in_backward = graph_task_id() != -1
-        found = self._discovery
-        num_lost = found.num_lost(optimizer) if found is not None and not is_in_backward else 0
+        found = self._training
+        num_lost = found.num_lost(optimizer) if found is not None else 0
         if found is not None and num_lost and monotonic() >= self._look_again_s:
-            found.close()
-            self._discovery, self._num_missed = None, num_lost
-        if self._discovery is None:
-            self._begin()
-        if self._discovery is not None:
-            self._discovery.note(optimizer, is_in_backward=is_in_backward)
+            found.finish()
+            self._training, self._num_missed = None, num_lost
+        if self._training is None:
+            if not self.num_passes:
+                return  # called before the training begins: by a checkpoint that is loaded, or to quieten a scheduler
+            self._look()
+        if self._training is not None:
+            self._training.note(optimizer)
 
-    def _begin(self) -> None:
+    def _look(self) -> None:
         is_measured = _is_measured_already()
         if is_measured:
             self._reason = "the program uses flopmeter itself"
@@ -178,36 +186,27 @@ class Program:
         self._is_idle = is_measured or self._has_more
         if self._is_idle:
             return
-        _import_apart("flopmeter.integrations._session")
-        from flopmeter.integrations._discovery import Discovery
+        from flopmeter.integrations._training import Training
 
         start_s = monotonic()
-        self._discovery = Discovery(self._attach, self._num_missed, self._gone, is_in_backward=(graph_task_id() != -1))
+        self._training = Training(self, self._num_missed, self._gone)
         self._num_looks += 1
         end_s = monotonic()
         self._look_again_s = end_s if self._num_looks < FREE_LOOKS else end_s + (end_s - start_s) / LOOK_SHARE
         self._reason = "the program ended before its training loop was understood"
 
-    def _attach(self) -> None:
-        from flopmeter.integrations._session import Session
+    def new_monitor(self) -> TrainingMonitor:
+        """The monitor of the training that begins here, with a folder of its own."""
+        from flopmeter.monitor import TrainingMonitor
 
-        assert self._discovery is not None
-        found, self._discovery = self._discovery, None
-        found.close()
+        while len(self._undo) > NUM_LASTING:
+            self._undo.pop()()
         self._thread = threading.get_ident()
         self._num_records += 1
-        self._session = Session(found, self._folder(), self._config, self)
-
-    def _folder(self) -> str:
         folder = self._output_dir if self._num_records == 1 else f"{self._output_dir}-{self._num_records}"
         is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = os.environ.get("RANK", "0")  # launched together, but each for itself
-        return folder if is_job or rank == "0" else f"{folder}-rank{rank}"
-
-    def _give_up(self, reason: str) -> None:
-        self._reason = reason
-        self._is_idle = True
-        logger.warning("flopmeter run is switched off (%s); the program goes on", reason)
+        return TrainingMonitor(folder if is_job or rank == "0" else f"{folder}-rank{rank}", self._config)
 
 
 def _is_measured_already() -> bool:
@@ -218,19 +217,25 @@ def _is_measured_already() -> bool:
     return any(item.is_running for item in gc.get_objects() if issubclass(type(item), module.TrainingMonitor))
 
 
-def _import_apart(name: str) -> None:
-    """Import a module on another thread, because malloc gives each thread memory of its own.
-
-    What is imported here stays. Among the holes that the activations of the first step have left it would keep those of
-    all later steps apart, which was measured as 0.3 % of a step.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(import_module, name).result()
-
-
 for _name in ("on_optimizer", "on_optimizer_end"):  # where a program compiles its optimizer's step
     setattr(Program, _name, _hook := outside_compiler(getattr(Program, _name)))
     _hook._torchdynamo_disable = True
+
+
+def _follow_passes(program: Program, name: str) -> Callable[[], None]:
+    """Count backward passes until something is measured: an optimizer that steps before them trains nothing."""
+    original = getattr(torch.autograd, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        program.num_passes += 1
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            hide_frame(error)
+            raise
+
+    skip_in_compiler(run.__code__, and_callees=False)
+    return replace_attribute(torch.autograd, name, run)
 
 
 def _follow_gradient_scalers(program: Program) -> Callable[[], None]:
@@ -243,16 +248,10 @@ def _follow_gradient_scalers(program: Program) -> Callable[[], None]:
         try:
             result = original(self, optimizer, *args, **kwargs)
         except BaseException as error:
-            if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next  # no frame of ours in the program's traceback
+            hide_frame(error)  # no frame of ours in the program's traceback
             raise
         if program.num_optimizer_steps == before:
             program.on_skipped(optimizer)
         return result
 
-    def undo() -> None:
-        if torch.amp.GradScaler.step is step:
-            torch.amp.GradScaler.step = original  # type: ignore[method-assign]
-
-    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
-    return undo
+    return replace_attribute(torch.amp.GradScaler, "step", step)

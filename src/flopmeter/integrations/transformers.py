@@ -5,7 +5,8 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[FlopmeterCallback()])
 
 A step is what the Trainer calls one: an optimizer step with all of its micro-batches. `perf/*` join the Trainer's own
-logs, and so reach whatever `report_to` names (which shows them as `train/perf/...`); every step is in the run file.
+logs, three of them unless `logged` names others, and so reach whatever `report_to` names (which shows them as
+`train/perf/...`); every step is in the run file.
 Trainers built on it, as those of TRL, work the same way.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from types import FrameType
@@ -23,7 +24,7 @@ from torch import nn
 
 import flopmeter
 from flopmeter.errors import MissingLibraryError
-from flopmeter.integrations._harmless import harmless
+from flopmeter.integrations import harmless
 from flopmeter.monitor import TrainingMonitor
 
 try:
@@ -40,6 +41,8 @@ logger = logging.getLogger("flopmeter")
 NO_SINKS: Mapping[str, Any] = {"monitoring": {"sinks": []}}
 """The Trainer prints and reports by itself."""
 LAST_LOG_WAIT_S = 2.0
+LOGGED = ("perf/mfu", "perf/tokens_per_second", "perf/data_wait_share")
+"""Few, because the Trainer prints them all; the run file has the others."""
 
 
 class FlopmeterCallback(TrainerCallback):
@@ -48,16 +51,18 @@ class FlopmeterCallback(TrainerCallback):
     Args:
         output_dir: Where `run.jsonl` goes; the Trainer's own `output_dir` when None. A resumed run is appended.
         config: As for TrainingMonitor. Without one no sink is on.
+        logged: Keys that join the Trainer's own logs; None for all that there are.
     """
 
     def __init__(
         self,
         output_dir: str | PathLike[str] | None = None,
         config: str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None = NO_SINKS,
+        logged: Collection[str] | None = LOGGED,
     ) -> None:
         self.monitor: TrainingMonitor | None = None
         self._config = flopmeter.MonitorConfig.load(config)  # a wrong setting shows here, not an hour later
-        self._output_dir = output_dir
+        self._output_dir, self._logged = output_dir, logged
         self.is_off = False
         self._has_open_step = False
         self._phase = ExitStack()
@@ -65,7 +70,7 @@ class FlopmeterCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is sent to another process, measures for itself."""
-        return vars(FlopmeterCallback(self._output_dir, self._config))
+        return vars(FlopmeterCallback(self._output_dir, self._config, self._logged))
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._stand_before_the_reporters()
@@ -157,6 +162,8 @@ class FlopmeterCallback(TrainerCallback):
         if self.monitor is None or not (is_last or "loss" in logs):  # an evaluation's
             return
         perf = self.monitor.latest(LAST_LOG_WAIT_S if is_last else 0.0)
+        if self._logged is not None:
+            perf = {key: value for key, value in perf.items() if key in self._logged}
         logs.update(perf)
         if state.log_history:
             state.log_history[-1].update(perf)

@@ -12,7 +12,6 @@ with TrainingMonitor("runs/mine", model=model) as monitor:            # or say i
 
 from __future__ import annotations
 
-from flopmeter.monitor.training_monitor import TrainingMonitor
-from flopmeter.monitor.watching import watch
+from flopmeter.monitor.training_monitor import TrainingMonitor, watch
 
 __all__ = ["TrainingMonitor", "watch"]

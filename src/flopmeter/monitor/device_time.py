@@ -6,10 +6,11 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 
 from flopmeter.distributed import COMMUNICATION
 from flopmeter.timing.bound import MIN_STEPS, judge
-from flopmeter.timing.events import DeviceStep, DeviceTimeline
+from flopmeter.timing.events import FIRST_STEPS, DeviceStep, DeviceTimeline, is_sampled
 from flopmeter.timing.sharded import ShardedWaits
 
 logger = logging.getLogger("flopmeter")
@@ -36,6 +37,8 @@ class DeviceTime:
         self.mark = timeline.mark
         self.mark_inside_backward = timeline.mark_inside_backward
         self.is_capturing = timeline.is_capturing
+        self.is_marking = True
+        """Whether the running step is marked: timed events cost the host more than all else."""
         self.on_step: Callable[[dict[str, float]], None] | None = None
         """Told the device's seconds by phase of every typical step that it has finished."""
         self.waits: ShardedWaits | None = None
@@ -52,10 +55,18 @@ class DeviceTime:
         self._left_out: deque[int] = deque(maxlen=MAX_STEPS)
 
     def end_step(self, number: int) -> None:
-        """The host has ended a step: mark it on the device."""
-        self._timeline.end_step(number)
+        """The host has ended a step: mark its end on the device if it was marked, and the next one if that is to be."""
+        was_marking, self.is_marking = self.is_marking, number < FIRST_STEPS or is_sampled(number + 1)
+        if was_marking:
+            self._timeline.end_step(number)
+        elif self.is_marking:
+            self._timeline.begin()
         if self.waits is not None:
-            self.waits.end_step(number)
+            self.waits.end_step(number, begins=is_sampled(number + 1))
+
+    def next_border(self, number: int) -> int:
+        """After how many steps a step that is marked ends, or the next one begins."""
+        return number + 1 if self.is_marking else next(step for step in count(number + 1) if is_sampled(step + 1))
 
     def take_finished(self, number: int, *, is_typical: bool = True) -> None:
         """Take what the device has finished.

@@ -5,142 +5,99 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import asdict
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from msgspec import Struct
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
-from flopmeter.dataset_metrics import resolve as resolve_datasets
-from flopmeter.flops.workload import Lengths, Seen, Workload, resolve
-from flopmeter.metrics import COUNTS, FLOP, GoodputSoFar, Measured, as_row, derive
-from flopmeter.monitor.ranks import rank_step, scaled
-from flopmeter.schema import PHASES, StepMark
+from flopmeter.flops.prediction import Law, StepFlop, kinds_of
+from flopmeter.flops.workload import PROCESSED, Workload, resolve
+from flopmeter.metrics import (
+    FIELDS,
+    FLOP,
+    MAX_LAWS,
+    OTHER_FLOP,
+    ROW_NAMES,
+    GoodputSoFar,
+    Measured,
+    add_up,
+    as_row,
+    derive,
+    of_job,
+    work_of,
+)
+from flopmeter.monitor.ranks import rank_step
+from flopmeter.monitor.step_record import NOTHING, Log, StepRecord
+from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, StepTime, split
-from flopmeter.timing.late import Arrival, HostCopies, is_ready, read, without_late
+from flopmeter.timing.late import read
 
 if TYPE_CHECKING:
-    from flopmeter.distributed import Ranks
+    from flopmeter.distributed import JobScale, Ranks
     from flopmeter.monitor.measuring import FlopSource
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+Metrics = Callable[[], Mapping[str, float]]
+_NO_INPUT = Workload()
 MAX_UNASKED = 1000
 """Steps that `latest` adds up at most."""
-_OVERHEAD_EVERY = 16
+MAX_KNOWN = 1024
+"""Workloads and predictions that are recognised."""
+REPEAT_EVERY, MAX_REPEATED = 400, 16
+"""Rows after which the laws of the last ones are written again, for whoever reads only the end of a file."""
 BASICS = ("global_step", "training/loss", "training/lr", "training/epoch")
 """What the sinks get at every log; the details come on top, at a rate of their own."""
 
 
-class StepRecord(Struct, gc=False):
-    """One step as the training thread left it: nothing is computed, nothing is read yet. Made on every step.
+class Delivery:
+    """What becomes of an item: lines for the run file, and what sinks get, which is made only if there are any.
 
-    It and what it holds of ours are out of the garbage collector's sight (tuples, dicts of numbers, structs that say
-    so): thousands of them wait for the background, and their survival would make it look through all of the loop's
-    objects again and again, which takes a fifth of a second.
+    Args:
+        line: For the run file.
+        all_metrics: Makes what sinks get that show every step.
+        metrics: Makes what the others get, at their rate; None when it is not their turn.
+        before: Lines for the run file that come first.
     """
 
-    index: int
-    """Steps of this process before it."""
-    time_s: float
-    """Unix time at its end."""
-    clock: Sequence[int]
-    """Marks of the phase clock, for `timing.split`."""
-    seen: Sequence[Seen] = ()
-    """What the model was given, micro-batch by micro-batch."""
-    marks: tuple[StepMark, ...] = ()
-    """Why it does not represent the run."""
-    values: Mapping[str, Any] = NOTHING
-    """What `log_step` was told, by metric; beside that `step` and `skip_wandb`."""
-    blocked_ns: Sequence[int] | None = None
-    """Time blocked in collectives, by phase; None where there are none or the host cannot tell."""
-    datasets: Taken | None = None
-    """What came together by dataset since the last time."""
-    wait_cpu_share: float | None = None
-    """Share of the wait for data in which this thread computed, where it was looked at."""
-    arrival: Arrival | None = None
-    """When what was copied for `seen` and `datasets` is on the host; None when it is."""
-    has_copies: bool = False
-    """Whether any of that was: the training thread wants it back, to let it go."""
+    __slots__ = ("_all_metrics", "_metrics", "before", "line", "skipped_sinks", "step")
 
-    def is_ready(self) -> bool:
-        """Whether the device has caught up with it."""
-        arrival = self.arrival
-        if arrival is not None:
-            if not arrival.is_ready():
-                return False
-            if arrival.is_lost:
-                self._forget_copies()
-            self.arrival = None
-        return is_ready(self.values)
+    def __init__(
+        self,
+        line: Mapping[str, Any],
+        step: int = 0,
+        all_metrics: Metrics | None = None,
+        metrics: Metrics | None = None,
+        skipped_sinks: tuple[str, ...] = (),
+        before: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.line, self.step, self.skipped_sinks, self.before = line, step, skipped_sinks, before
+        self._all_metrics, self._metrics = all_metrics, metrics
 
-    def held_bytes(self) -> int:
-        """Memory of the batch that it keeps alive: masks on the host, or what they are a part of."""
-        return sum(item.tensor.untyped_storage().nbytes() for item in self.seen if type(item) is Lengths)
+    @property
+    def has_metrics(self) -> bool:
+        """Whether there is anything for sinks that show every step."""
+        return self._all_metrics is not None
 
-    def let_go(self) -> None:
-        """Sum the masks up now, on the training thread, where too many steps wait."""
-        if self.arrival is None:
-            try:
-                workload = resolve(self.seen)
-            except Exception:  # noqa: BLE001 - a mask that cannot be read says nothing of the step
-                workload = None
-            self.seen = () if workload is None else (workload,)
+    @property
+    def all_metrics(self) -> Mapping[str, float] | None:
+        """For sinks that show every step."""
+        return self._all_metrics() if self._all_metrics is not None else None
 
-    def forget_late(self) -> None:
-        """What is still on its way is unknown for good."""
-        if self.arrival is not None:
-            self._forget_copies()
-            self.arrival = None
-        self.values = without_late(self.values)
-
-    def _forget_copies(self) -> None:
-        if not all(isinstance(item, Workload) for item in self.seen):
-            self.seen = ()
-        if self.datasets is not None:
-            self.datasets = replace(self.datasets, sums=None)
+    @property
+    def metrics(self) -> Mapping[str, float] | None:
+        """For the others."""
+        return self._metrics() if self._metrics is not None else None
 
 
-def copied_to_host(taken: Taken | None, copies: HostCopies) -> Taken | None:
-    """Sums by dataset, on their way to the host."""
-    if taken is None or taken.sums is None:
-        return taken
-    return replace(taken, sums=copies.put(taken.sums))
+class _Row(NamedTuple):
+    """A step as the record has it."""
 
-
-class Log(NamedTuple):
-    """Something to record and send on at once."""
-
-    line: Mapping[str, Any]
-    metrics: Mapping[str, float] | None = None
-    """What the sinks get of it."""
-    step: int | None = None
-    """None: the last step before it in the queue."""
-
-    def is_ready(self) -> bool:
-        """Whether the device has caught up with its numbers."""
-        return is_ready(self.line) and is_ready(self.line.get("metrics") or NOTHING)
-
-    def without_late(self) -> Log:
-        """The same, with what is still on its way unknown for good."""
-        line = without_late(self.line)
-        if "metrics" in line:
-            line["metrics"] = without_late(line["metrics"])
-        return Log(line, None if self.metrics is None else without_late(self.metrics), self.step)
-
-
-class Delivery(NamedTuple):
-    """What becomes of an item."""
-
-    line: Mapping[str, Any]
-    """For the run file."""
-    step: int = 0
-    all_metrics: Mapping[str, float] | None = None
-    """For sinks that show every step."""
-    metrics: Mapping[str, float] | None = None
-    """For the others, at their rate; None when it is not their turn."""
-    skipped_sinks: tuple[str, ...] = ()
+    numbers: Sequence[Any]
+    """In the order of `ROW_NAMES`; what is 0 at the end is left out."""
+    more: Mapping[str, Any]
+    """What has no place in that order: time blocked by ranks, and FLOPs that follow from no law."""
+    scale: Mapping[str, float]
+    """From the numbers of this rank to those of the job."""
 
 
 UNSEEN_WITHOUT_PATCHES = ("data_wait", "host_to_device", "backward")
@@ -153,53 +110,86 @@ class Digest:
     A logged perf value is the aggregate since the last one, over steps that represent the run.
 
     Args:
-        on_step: Told the index and the metrics of every step that represents the run.
+        on_steps: Given the index and the seconds of every step that represents the run, some of them at once.
+        on_interval: Given the first step and the MFU of every `details_every` of them.
         overhead: What flopmeter itself has used so far, as a share of the wall time.
     """
 
     def __init__(
         self,
         config: MonitorConfig,
-        on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+        on_steps: Callable[[Sequence[tuple[int, float]]], None] = lambda steps: None,
+        on_interval: Callable[[int, float | None], None] = lambda step, mfu: None,
         overhead: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.source: FlopSource | None = None
         self.ranks: Ranks | None = None
         self.last_step = 0
         self._num_before = 0
-        self._on_step = on_step
+        self._on_steps = on_steps
+        self._ordinary: list[tuple[int, float]] = []
+        """Steps that `on_steps` is still to be given."""
+        self._proven: dict[int, tuple[Workload, int, tuple[int, ...]]] = {}
+        """Laws and amounts of workloads of which the source would say the same again, as long as it learns nothing."""
+        self._version = -1
+        self._on_interval = on_interval
         self._overhead = overhead
-        self._overhead_share = 0.0
-        unseen = ("other",) if config.monitoring.patches else ("other", *UNSEEN_WITHOUT_PATCHES)
-        self._phases = [(f"{phase}_ns", place) for place, phase in enumerate(PHASES) if phase not in unseen]
-        self._basic_every = config.basic_every
-        self._details_every = config.details_every
-        self._since_log: list[Measured] = []
-        self._since_asked: deque[Measured] = deque(maxlen=MAX_UNASKED)
+        self._error: float | None = None
+        unseen = () if config.monitoring.patches else UNSEEN_WITHOUT_PATCHES
+        self._unseen = [PHASES.index(phase) for phase in unseen]
+        self._basic_every = config.training.logging_steps
+        self._details_every = config.monitoring.detail_every
+        self._since_log: list[_Row] = []
+        self._since_asked: deque[_Row] = deque(maxlen=MAX_UNASKED)
+        self._interval: list[_Row] = []
+        self._interval_start = 0
         self._goodput = GoodputSoFar()
+        self._convention = config.monitoring.convention
+        self._scale: JobScale | None = None
+        self._job: Mapping[str, float] = NOTHING
+        self._laws: list[Mapping[str, Any]] = [NOTHING]
+        """As the record has them; their place is their number. The first stands for unknown FLOPs."""
+        self._law_numbers: dict[str, int] = {}
+        self._known_laws: dict[tuple[int, float], tuple[Any, int]] = {}
+        self._states: list[Any] = []
+        self._amounts: dict[int, tuple[Workload, tuple[int, ...]]] = {}
+        self._used: set[int] = set()
+        """Laws of the rows since they were last written."""
+        self._num_rows = 0
 
     def __call__(self, item: StepRecord | Log) -> Delivery:
         if isinstance(item, Log):
             return self._placed(item)
         time_ = split(item.clock)
-        step = self._of_job(item, time_, self._measured(item, time_))
-        own = self._own_metrics(item)
-        row = {**own, **as_row(step)}
-        line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "metrics": row}
-        own["global_step"] = self.last_step
-        goodput = self._goodput.add(item.time_s, time_.step_ns / 1e9)
-        if goodput == goodput:
-            own["perf/goodput"] = goodput
-        metrics = own | self._derived([step])
+        before: list[Mapping[str, Any]] = []
+        metrics, skips_wandb = self._own_metrics(item)
+        row = self._row(item, time_, before)
+        line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "row": row.numbers}
+        if row.more:
+            line["metrics"] = {**metrics, **as_row(row.more)}
+        elif metrics:
+            line["metrics"] = metrics.copy()
+        step_s = time_.step_ns / 1e9
+        goodput = self._goodput.add(item.time_s, step_s)
         if item.marks:
             line["marks"] = item.marks
         else:
-            self._since_log.append(step)
-            self._since_asked.append(step)
-            if self._on_step is not None:
-                self._on_step(item.index, metrics)
-        skipped = ("wandb",) if item.values.get("skip_wandb") else ()
-        return Delivery(line, self.last_step, metrics, self._due(item.index + 1, own), skipped)
+            self._since_log.append(row)
+            self._since_asked.append(row)
+            self._ordinary.append((item.index, step_s))
+            self._add_to_interval(row)
+        metrics["global_step"] = self.last_step
+        if goodput == goodput:
+            metrics["perf/goodput"] = goodput
+        due = self._due(item.index + 1, metrics)
+        skipped = ("wandb",) if skips_wandb else ()
+        return Delivery(line, self.last_step, lambda: {**metrics, **self._derived([row])}, due, skipped, before)
+
+    def end_batch(self) -> None:
+        """So many steps were digested one behind the other: tell of them."""
+        if self._ordinary:
+            steps, self._ordinary = self._ordinary, []
+            self._on_steps(steps)
 
     def _placed(self, item: Log) -> Delivery:
         """What happened between steps, under the loop's own numbers: those of a resumed run do not begin at 1."""
@@ -212,76 +202,219 @@ class Digest:
             line["step"] = step
         if "after_step" in line:
             line["after_step"] += self._num_before
-        return Delivery(line, step, metrics, metrics)
+        made = None if metrics is None else lambda: metrics
+        return Delivery(line, step, made, made)
 
     def latest(self) -> dict[str, float]:
         """The aggregate since the last call, from any thread; at most of the last `MAX_UNASKED` steps."""
-        steps, self._since_asked = self._since_asked, deque(maxlen=MAX_UNASKED)
-        return self._derived(list(steps.copy()))  # another thread may still be adding to it
+        rows, self._since_asked = self._since_asked, deque(maxlen=MAX_UNASKED)
+        return self._derived(list(rows.copy()))  # another thread may still be adding to it
 
-    def _due(self, num_steps: int, own: Mapping[str, float]) -> dict[str, float] | None:
+    def _due(self, num_steps: int, own: Mapping[str, float]) -> Metrics | None:
         """What the sinks get now: the basics at their rate, the details at theirs.
 
         Args:
             own: The step's metrics but for those that are derived, of all steps since the last time.
         """
         if num_steps % self._details_every == 0:
-            steps, self._since_log = self._since_log, []
-            return {**own, **self._derived(steps)}
-        due = {key: own[key] for key in BASICS if key in own} if num_steps % self._basic_every == 0 else {}
-        return due or None
+            rows, self._since_log = self._since_log, []
+            return lambda: {**own, **self._derived(rows)}
+        if num_steps % self._basic_every or not (due := {key: own[key] for key in BASICS if key in own}):
+            return None
+        return lambda: due
 
-    def _derived(self, steps: Sequence[Measured]) -> dict[str, float]:
-        return derive(steps, self.source.peaks if self.source is not None else {})
+    def _add_to_interval(self, row: _Row) -> None:
+        if not self._interval:
+            self._interval_start = self.last_step
+        self._interval.append(row)
+        if len(self._interval) >= self._details_every:
+            rows, self._interval = self._interval, []
+            self._on_interval(self._interval_start, self._derived(rows).get("perf/mfu"))
 
-    def _of_job(self, item: StepRecord, time_: StepTime, step: Measured) -> Measured:
-        """Tell the other ranks of the step; on rank 0, make it the whole job's."""
-        ranks = self.ranks
-        if ranks is None:
-            return step
-        if self.source is None or not self.source.has_count:  # the estimate reads whole shapes
-            step = scaled(step, 1 / ranks.layout.num_split)
-        ranks.add(rank_step(item, step, time_, self.source), is_typical=not item.marks)
-        return scaled(step, 1.0, ranks.scale) if ranks.is_writer else step
+    def _derived(self, rows: Sequence[_Row]) -> dict[str, float]:
+        """The metrics of these steps together: those that grow alike are added up first."""
+        groups: dict[Any, list[_Row]] = {}
+        for row in rows:
+            key = row.numbers[0], len(row.numbers), id(row.scale), tuple(row.more)
+            groups.setdefault(key, []).append(row)
+        steps = [self._measured(group) for group in groups.values()]
+        return derive(steps, self.source.peaks if self.source is not None else {}, len(rows))
 
-    def _measured(self, item: StepRecord, time_: StepTime) -> Measured:
-        workload = resolve(item.seen)
-        predicted = self.source.predict(workload, item.index) if self.source is not None and workload else None
-        if not item.seen and self.source is not None:
-            predicted = self.source.unseen(item.index)
-        if workload == Workload() and not (self.source is not None and self.source.has_count):
-            predicted = None  # the model was given nothing: only a count can tell what it does with that
-        step: dict[str, Any] = {"ns": time_.step_ns, "device_ns": time_.step_ns}
-        for name, place in self._phases:
-            step[name] = time_.phase_ns[place]
+    def _measured(self, rows: Sequence[_Row]) -> Measured:
+        """Steps of one law as one."""
+        first = rows[0]
+        sums = map(sum, zip(*(row.numbers for row in rows), strict=True))
+        step: dict[str, Any] = {
+            name: number for name, number in zip(ROW_NAMES, sums, strict=False) if number > 0 or name not in FIELDS
+        }
+        for place in self._unseen:
+            del step[f"{PHASES[place]}_ns"]
+        work = work_of(self._laws[first.numbers[0]], step, self._convention, len(rows))
+        work.pop(OTHER_FLOP, None)
+        step |= work
+        if first.more:
+            step |= add_up([row.more for row in rows])
+        return of_job(step, first.scale)
+
+    def _row(self, item: StepRecord, time_: StepTime, before: list[Mapping[str, Any]]) -> _Row:
+        """The step as the record holds it, behind whatever the record has to say first."""
+        workload, source, ranks = resolve(item.seen), self.source, self.ranks
+        phases = list(time_.phase_ns[:-1])
+        for place in self._unseen:
+            phases[place] = -1
+        more: dict[str, Any] = {}
+        law, flop, proven = 0, None, None
+        if source is not None and source.version != self._version:
+            self._version = source.version
+            self._proven.clear()
+        if source is not None and item.index >= source.since:
+            proven = self._proven.get(id(workload))
+        if proven is not None:
+            law = proven[1]
+            source.lacks_proof = False  # type: ignore[union-attr]
+        elif source is not None:
+            flop = source.predict(workload, item.index) if workload else None
+            if not item.seen:
+                flop = source.unseen(item.index)
+            if not source.has_count and workload == _NO_INPUT:
+                flop = None  # the model was given nothing: only a count can tell what it does with that
+            if flop is not None or workload is not None:
+                law = self._law_number(source, item.index, flop, workload, before)
+            if not law and flop is not None:
+                more = dict(zip(FLOP, flop[:3], strict=True))
+            if flop is not None and flop.error != 0.0:
+                more["doubt"] = 1.0 if flop.error is None else flop.error
         if item.blocked_ns is not None:
-            step["exposed_communication_ns"] = item.blocked_ns[BACKWARD]
-        if workload:
-            step |= {name: count for name in COUNTS if (count := getattr(workload, name))}
-        if predicted:
-            step |= zip(FLOP, (predicted.model, predicted.hardware, predicted.processed), strict=True)
-        return step
+            more["exposed_communication_ns"] = item.blocked_ns[BACKWARD]
+        amounts = proven[2] if proven is not None else self._amounts_of(workload) if workload is not None else ()
+        if flop is not None and flop.error == 0.0 and law and workload is not None and item.index >= source.since:  # type: ignore[union-attr]
+            if len(self._proven) >= MAX_KNOWN:
+                self._proven.clear()
+            self._proven[id(workload)] = workload, law, amounts
+        numbers = [law, time_.step_ns, *phases, *amounts]
+        self._used.add(law)
+        self._num_rows += 1
+        if self._num_rows % REPEAT_EVERY == 0:  # who reads only the end of a file needs them, too
+            before += [self._laws[number] for number in sorted(self._used)[-MAX_REPEATED:] if number]
+            self._used.clear()
+        if ranks is None:
+            return _Row(numbers, more, NOTHING)
+        own = self._measured([_Row(numbers, more, NOTHING)])
+        ranks.add(rank_step(item, own, time_, source), is_typical=not item.marks)
+        if ranks.is_writer and (ranks.scale is not self._scale or self._num_rows % REPEAT_EVERY == 0):
+            if ranks.scale != self._scale:
+                self._scale, self._job = ranks.scale, asdict(ranks.scale)
+            before.append({"kind": "job", **self._job})
+        return _Row(numbers, more, self._job)
 
-    def _own_metrics(self, item: StepRecord) -> dict[str, float]:
-        values = read(item.values)
-        step = values.pop("step", None)
+    def _amounts_of(self, workload: Workload) -> tuple[int, ...]:
+        """How much of everything that FLOPs grow with."""
+        _, amounts = self._amounts.get(id(workload), (None, ()))
+        if not amounts:
+            found = [getattr(workload, name) for name in FIELDS]
+            while found and not found[-1]:
+                found.pop()
+            amounts = tuple(found)
+            if len(self._amounts) >= MAX_KNOWN:
+                self._amounts.clear()
+            self._amounts[id(workload)] = workload, amounts
+        return amounts
+
+    def _law_number(
+        self, source: FlopSource, index: int, flop: StepFlop | None, workload: Workload | None, before: list[Any]
+    ) -> int:
+        """Under which number the record has what these FLOPs follow from; 0 where they follow from nothing.
+
+        Steps whose FLOPs are not known yet have one too: the first count will serve them.
+        """
+        law = flop.law if flop is not None else None
+        if flop is not None and law is None:
+            return 0
+        has_share = self.ranks is not None and not source.has_count
+        share = 1 / self.ranks.layout.num_split if has_share else 1.0  # type: ignore[union-attr]
+        seen: Any = law if law is not None and not law.is_estimate else flop if flop is not None else workload
+        known = self._known_laws.get((id(seen), share))
+        if known is not None:
+            return known[1]
+        kinds = sorted(law.kinds if law is not None and not law.is_estimate else kinds_of(workload or _NO_INPUT))
+        state = source.state_at(index)
+        if state not in self._states:
+            self._states.append(state)
+        fields = {"state": self._states.index(state), "is_estimate": law is None or law.is_estimate, "kinds": kinds}
+        line = {**fields, **(per_unit(law, share, self._convention) if law is not None else {})}
+        rounded = [
+            (own, dtype, name, f"{flop:.11e}")  # counts of two batches differ in their last digits
+            for own, by_dtype in line.items()
+            if isinstance(by_dtype, Mapping)
+            for dtype, parts in by_dtype.items()
+            for name, flop in parts.items()
+        ]
+        text = f"{fields} {rounded}"
+        number = self._law_numbers.get(text, 0)
+        if not number and len(self._laws) < MAX_LAWS:
+            number = self._law_numbers[text] = len(self._laws)
+            self._laws.append({"kind": "law", "law": number, **line})
+            before.append(self._laws[number])
+        if len(self._known_laws) >= MAX_KNOWN:
+            self._known_laws.clear()
+        self._known_laws[id(seen), share] = seen, number
+        return number
+
+    def _own_metrics(self, item: StepRecord) -> tuple[dict[str, float], bool]:
+        """What the row has by name: the loop's own numbers, and ours that are not of every step."""
+        metrics = read(item.values) if item.values else {}
+        step = metrics.pop("step", None)
         is_known = step is not None and math.isfinite(step)  # it may have been lost with its device
         self.last_step = round(step) if is_known else self.last_step + 1
         self._num_before = self.last_step - item.index - 1
-        values.pop("skip_wandb", None)
-        metrics: dict[str, float] = values
-        if item.index % _OVERHEAD_EVERY == 0:
-            self._overhead_share = self._overhead()
-        metrics["perf/overhead_share"] = self._overhead_share
+        skips_wandb = bool(metrics.pop("skip_wandb", False))
+        is_detailed = (item.index + 1) % self._details_every == 0
+        if is_detailed:
+            metrics["perf/overhead_share"] = self._overhead()
         if item.wait_cpu_share is not None:
             metrics["perf/data_wait_cpu_share"] = item.wait_cpu_share
         if item.datasets is not None:
             metrics |= dataset_values(item.datasets)
-        if self.source is not None and self.source.error is not None:
-            metrics["perf/flop_error"] = self.source.error
-        return metrics
+        error = self.source.error if self.source is not None else None
+        if error is not None and (is_detailed or error != self._error):
+            self._error = metrics["perf/flop_error"] = error
+        return metrics, skips_wandb
+
+
+def per_unit(law: Law, share: float, convention: str) -> dict[str, Any]:
+    """A law as the record has it: FLOPs for one of each field of `FIELDS`, by dtype.
+
+    Args:
+        share: Part of it that is this rank's.
+    """
+    exact, full = (law.model, law.other) if convention == "exact" else (law.other, law.model)
+    processed = tuple((dtype, PROCESSED.get(name, name), flop, amount) for dtype, name, flop, amount in exact)
+    found: dict[str, Any] = {}
+    for own, lines in (("exact", exact), ("full", full), ("hardware", law.hardware), ("processed", processed)):
+        by_dtype: dict[str, dict[str, float]] = {}
+        for dtype, name, flop, amount in lines:
+            parts = by_dtype.setdefault(dtype, {})
+            for part, factor in _in_fields(name).items():
+                parts[part] = parts.get(part, 0.0) + share * factor * flop / amount
+        found[own] = {dtype: {part: flop for part, flop in parts.items() if flop} for dtype, parts in by_dtype.items()}
+    return found
+
+
+@cache
+def _in_fields(name: str) -> Mapping[str, float]:
+    """An amount as a sum of those that rows have: 5 pairs in either direction are twice the causal ones less tokens."""
+    if name in (*FIELDS, "once"):
+        return {name: 1.0}
+    if name == "pairs_window_full_processed":
+        return {"pairs_window_processed": 2.0, "tokens_processed": -1.0}
+    found = {}
+    for part in FIELDS:
+        if part in Workload.__dataclass_fields__:
+            amounts: dict[str, Any] = {"window": 1, part: 2}
+            found[part] = getattr(Workload(**amounts), name) / 2
+    return {part: factor for part, factor in found.items() if factor}
 
 
 def dataset_values(taken: Taken) -> dict[str, float]:
     """Metrics by dataset. Reads the sums: call it when the device has caught up."""
-    return resolve_datasets(taken.totals(taken.sums.tolist() if taken.sums is not None else ()))
+    return taken.metrics(taken.sums.tolist() if taken.sums is not None else ())

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from threading import enumerate as living_threads
 from threading import get_ident
 
 from torch import nn
 
 from flopmeter.config import MonitorConfig
+from flopmeter.flops.observation import take_off_left
 from flopmeter.flops.workload import Seen
-from flopmeter.monitor.digest import StepRecord
 from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.sampling import Sampling
 from flopmeter.monitor.schedule import Schedule
+from flopmeter.monitor.step_record import StepRecord
 from flopmeter.profiling import profiler_guard
 from flopmeter.timing import PhaseClock, split
 
@@ -28,6 +30,10 @@ COPIES_S = 10.0
 without them nothing can be learnt from the step."""
 MAX_IN_VAIN = 3
 """Measurements in a row that give way to a pause: a loop that has one in every step is measured with it."""
+LOOK_AGAIN = 8
+"""Steps until a measurement that was due and did not begin is tried again; in estimate mode none ever does."""
+MAX_TRIES = 8
+"""Steps in a row that are begun with for their shape: a loop may go through its shapes in turn."""
 WATCH_SHARE = 0.04
 """Of the overhead budget, for looking at the model: 0.2 ms once a second for 500 modules. Larger ones are looked at
 more seldom, smaller ones more often."""
@@ -36,7 +42,7 @@ more seldom, smaller ones more often."""
 class Effort:
     """Starts and closes measurements, within the budget; keeps the account of what they and the rest of us take.
 
-    `note_step` is called in the background; everything else on the training thread.
+    `note_steps` is called in the background; everything else on the training thread.
 
     Args:
         flops_profile_freq: The interval that the loop asked for, if it did.
@@ -54,10 +60,17 @@ class Effort:
     ) -> None:
         self.own_ns = 0
         """Time of our calls on the training thread, measurements apart."""
+        self.next_look = 0
+        """Before so many steps have ended nothing but a record is due. Set to 0, from any thread, when something may be
+        due at once; where the training thread has just looked, that waits for its next look."""
         self.is_measuring = False
         """Whether something may be running through this step, for `end_step` to close."""
+        self.asks = False
+        """Whether a step is wanted because of its shape: said in the background, before it would be thought of."""
         self.leftover_thread = 0
         """The thread that has to discard a measurement, because no other one can; 0 for none."""
+        self._is_left = False
+        """Whether a mode of ours stands quiet below one of the program's, to be taken off when that is closed."""
         self.profiles_from = 0
         """After so many steps the profiler may run again: by then all ranges that were open when it last ended, such as
         the optimizer's step or one around the whole step, are closed. Torch writes the end of such a range into memory
@@ -74,6 +87,8 @@ class Effort:
         self._threads_s = threads_s
         self._started_s = 0.0
         self._num_in_vain = 0
+        self._num_tries = 0
+        """Steps that were to be measured for their shape and had another."""
         self._phase: str | None = None
         self._watched = -math.inf, 0
         """When the model was last looked at, by the clock and in steps."""
@@ -82,10 +97,11 @@ class Effort:
         self.schedule = self._make_schedule(phase=None)
         self.sampling = Sampling(config, self.schedule.interval_steps, event)
 
-    def start_run(self, *, is_sampled: bool, on_profiler: Callable[[], None]) -> None:
+    def start_run(self, folder: Path, *, is_sampled: bool, on_profiler: Callable[[], None]) -> None:
         """The run begins; one rank is sampled for all.
 
         Args:
+            folder: Where its record is.
             on_profiler: Called when a profiler of the user's is about to start, on whatever thread.
         """
         self._started_s = time.monotonic()
@@ -94,7 +110,7 @@ class Effort:
             # Here, where a search for profilers under way costs no step.
             self._unwatch = profiler_guard.watch(on_profiler)
         if is_sampled:
-            self.sampling.start_run()
+            self.sampling.start_run(folder)
         else:
             self.sampling.plan.stop()
 
@@ -105,14 +121,21 @@ class Effort:
         before, self.schedule = self.schedule, self._make_schedule(phase)
         self._phase = phase
         self.schedule.inherit(before)
+        self.next_look = 0
         self._event("training_phase", phase=phase, interval_steps=self.schedule.interval_steps)
 
-    def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
-        """An ordinary step was digested; `index` is how many were before it."""
-        self.schedule.note_step(metrics["perf/step_time"])
-        if self._source is not None and self._source.lacks_kind:
-            self.schedule.hasten(index + 1)
-        self.sampling.note_step(index, metrics)
+    def note_steps(self, steps: Sequence[tuple[int, float]]) -> None:
+        """Ordinary steps were digested: how many were before each, and its seconds."""
+        source, schedule, index = self._source, self.schedule, steps[-1][0]
+        schedule.note_steps(steps)
+        wants_shape = source is not None and source.lacks_proof and schedule.interval_steps > 0
+        if (wants_shape and index + 1 >= schedule.refused_until) or (source is not None and source.lacks_kind):
+            schedule.hasten(index + 1)
+            self.asks, self.next_look = True, 0
+        before = self.sampling.plan.next_step
+        self.sampling.note_steps(steps)
+        if self.sampling.plan.next_step < before:
+            self.next_look = 0
 
     def watch_model(self, source: FlopSource, num_steps: int) -> int:
         """Notice a model that is trained otherwise than before, and have it measured anew.
@@ -142,7 +165,7 @@ class Effort:
 
     def end_step(self, source: FlopSource | None, record: StepRecord, num_steps: int) -> None:
         """Close what ran through this step, and learn from it. Reading it is our time, not the next step's."""
-        if get_ident() != self._thread or self.leftover_thread:
+        if get_ident() != self._thread or self.leftover_thread or self._is_left:
             self.discard(num_steps)
             return
         is_counted = source is not None and source.is_measuring
@@ -160,10 +183,11 @@ class Effort:
             else:
                 record.marks = (*record.marks, "profiled")
                 self.sampling.finish(num_steps, step_s)
+        self._is_left = self.is_measuring = not take_off_left()  # inside a mode of the program's: until it is closed
         if is_counted:
             self.schedule.note_measured(num_steps, step_s, lasted_s())
         self.own_ns -= round(lasted_s() * 1e9)  # counted with the measurement
-        self._num_in_vain = 0
+        self._num_in_vain = self._num_tries = 0
         self._event("pause", name="flopmeter", duration_s=lasted_s())
 
     def discard(self, num_steps: int) -> None:
@@ -175,6 +199,12 @@ class Effort:
         if not self.is_measuring:
             return
         start_ns = time.perf_counter_ns()
+        if self.schedule.is_early(num_steps) and not self._is_left:
+            self._num_tries += 1
+            self.asks, self.next_look = self._num_tries < MAX_TRIES, 0
+            if not self.asks:
+                self._num_tries = 0
+                self.schedule.put_off()
         self.profiles_from = num_steps + 3  # odd: a program that profiles every second step leaves the others to us
         is_here = get_ident() == self._thread
         is_over = is_here or all(thread.ident != self._thread for thread in living_threads())
@@ -184,7 +214,8 @@ class Effort:
             except Exception as error:  # noqa: BLE001 - as above
                 self._source.give_up(error)
         self.sampling.discard(num_steps, is_over=is_over)
-        self.is_measuring, self.leftover_thread = not is_over, 0 if is_over else self._thread
+        self._is_left = is_here and not take_off_left()
+        self.is_measuring, self.leftover_thread = not is_over or self._is_left, 0 if is_over else self._thread
         if is_here:
             self.own_ns += time.perf_counter_ns() - start_ns
 
@@ -201,10 +232,10 @@ class Effort:
             self._num_in_vain += 1
             self.discard(num_steps)
 
-    def end_capture(self, num_steps: int, duration_s: float) -> None:
-        """A step was captured into a graph and not run: its time is lost, and nothing was measured in it."""
-        self.discard(num_steps)
-        self._event("pause", name="graph capture", duration_s=duration_s)
+    def next_due(self, num_steps: int) -> int:
+        """After how many steps something is to be measured. What was due and did not begin is tried again."""
+        due = min(self.schedule.next_step, self.sampling.plan.next_step)
+        return due if due > num_steps else num_steps + LOOK_AGAIN
 
     def begin_step(
         self,
@@ -218,8 +249,10 @@ class Effort:
         Args:
             obstacle: Why it must not be measured, `to_profiler` or at all.
         """
-        if source is None or model is None or self.is_measuring:
+        is_due = num_steps >= min(self.schedule.next_step, self.sampling.plan.next_step)
+        if not is_due or source is None or model is None or self.is_measuring:
             return
+        self.asks = False
         self._source = source
         run_s = time.monotonic() - self._started_s
         may_profile = num_steps >= self.profiles_from
@@ -227,7 +260,7 @@ class Effort:
         if may_measure and self.schedule.is_due(num_steps, run_s, self.own_ns / 1e9 + self._threads_s()):
             self._thread, self.is_measuring = get_ident(), True
             try:
-                source.start(obstacle(to_profiler=source.mode == "profiler"))
+                source.start(obstacle(to_profiler=source.mode == "profiler"), self.schedule.is_early(num_steps))
             except Exception as error:  # noqa: BLE001 - as above
                 source.give_up(error)
             self.is_measuring = source.is_measuring

@@ -1,5 +1,9 @@
 """How are phases marked without user code? By hooks on what the loop calls: loader, model, backward pass, optimizer.
 
+What happens in every ordinary step is done here, inside the hook, on the notes of the recorder: another
+call of Python costs as much as all of it. Whatever is rare (a pause, an evaluation, another thread, a device, other
+ranks) makes the recorder `special`, and its methods are called.
+
 Every function here that torch calls is skipped by its compiler, so that a compiled model stays one graph; hooks do not
 travel when the model is copied or saved; and all of it is taken away again on close.
 """
@@ -7,11 +11,15 @@ travel when the model is copied or saved; and all of it is taken away again on c
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import islice
-from typing import Any, Protocol
+from sys import exc_info, modules
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -19,10 +27,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from flopmeter.hook_hiding import OwnHook, hide_frame, hide_hooks, replace_attribute
+from flopmeter.monitor.recorder import LOOK_EVERY, Recorder
+from flopmeter.monitor.roles import follow_roles
+from flopmeter.timing import BACKWARD, DATA_WAIT, FORWARD, MAX_MARKS, OPTIMIZER, OTHER
 from flopmeter.torch_compat import LoaderIterator, graph_task_id, outside_compiler, skip_in_compiler, tracing_state
 
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _MAX_PARTS = 64
 """Of a wrapper's attributes or a pipeline's stages that are looked at: a list may hold a million samples."""
 _num_forks = 0
@@ -37,48 +48,18 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-class ForwardListener(Protocol):
-    """Whoever wants to know of forward passes. Methods must not raise."""
-
-    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
-    def on_forward_end(self, exception: int) -> None: ...
-    def on_evaluation(self, *, is_training: bool) -> None: ...
-    def on_evaluation_end(self) -> None: ...
-
-
-class WaitListener(Protocol):
-    """Whoever wants to know of waits for a batch. Methods must not raise."""
-
-    def on_wait(self) -> None: ...
-    def on_batch(self) -> None: ...
-    def on_no_batch(self) -> None: ...
-
-
-class Listener(ForwardListener, WaitListener, Protocol):
-    """Whoever wants to know. Methods are called on the training thread and must not raise."""
-
-    def on_backward(self, roots: Any) -> None: ...
-    def on_backward_end(self, *, has_failed: bool) -> None: ...
-    def on_optimizer(self) -> None: ...
-    def on_optimizer_end(self) -> None: ...
-    def on_optimizer_in_backward(self) -> None: ...
-
-
 class Hooks:
-    """Attaches a listener to a model, an optimizer, a loader and to backward passes; `remove` undoes it all.
+    """Attaches the recorder to a model, an optimizer, a loader and to backward passes; `remove` undoes it all.
 
     Args:
         patches: Whether functions of torch may be replaced; otherwise there are hooks on models and optimizers alone.
     """
 
-    def __init__(self, listener: Listener, *, patches: bool = True) -> None:
-        self._listener = listener
-        self._patches = patches
+    def __init__(self, recorder: Recorder, *, patches: bool = True) -> None:
+        self._own, self._patches = recorder, patches
         self._undo: list[Callable[[], None]] = []
         self._models: tuple[nn.Module, ...] = ()
         self._detach_models: list[Callable[[], None]] = []
-        self.on_graphing: Callable[[], None] = lambda: None
-        """Called before a graph is made of a model, which must have no hooks: a measurement has some of its own."""
 
     def attach_models(self, *models: nn.Module) -> None:
         """Mark the forward passes of the modules that the loop calls, and the backward passes that follow.
@@ -86,7 +67,8 @@ class Hooks:
         A second call moves the marks from the first modules to these.
         """
         if not self._models and self._patches:
-            self._undo += [_patch_backward(self._listener), *_patch_graphing(self)]
+            self._undo += [_patch_backward(self._own), *_patch_graphing(self), *_patch_saving(self._own)]
+            self._undo.append(follow_roles(self._own.role))
         self._detach()
         self._models = models
         self._attach()
@@ -94,7 +76,7 @@ class Hooks:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the marks off the models for a moment: `make_graphed_callables` refuses a model that has hooks."""
-        self.on_graphing()
+        self._own.discard_measurement()  # which has hooks of its own
         self._detach()
         try:
             yield
@@ -105,13 +87,14 @@ class Hooks:
         """Mark the optimizer's steps; of one that wraps another (Accelerate's, Fabric's), the inner one's."""
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
-        self._undo.append(follow_optimizer(optimizer, self._listener, self._listener.on_optimizer_end))
+        self._undo.append(follow_optimizer(optimizer, self._own))
 
     def attach_loader(self, loader: Any) -> None:
         """Time the wait for each batch of a DataLoader, however the loop iterates over it; or of one that it wraps."""
         feeds = [_Feeds(inner) for inner in _data_loaders_in(loader)] if self._patches else []
         if feeds:
-            self._undo.append(patch_loaders(self._listener, lambda iterator: any(feed(iterator) for feed in feeds)))
+            is_ours = lambda iterator: any(feed(iterator) for feed in feeds)  # noqa: E731
+            self._undo.append(patch_loaders(self._own, is_ours, asks_once=True))
 
     def remove(self) -> None:
         """Take everything away again. Safe to call twice."""
@@ -121,15 +104,19 @@ class Hooks:
             self._undo.pop()()
 
     def _attach(self) -> None:
-        self._detach_models = [attach_forward(model, self._listener, patches=self._patches) for model in self._models]
+        self._detach_models = [attach_forward(model, self._own, patches=self._patches) for model in self._models]
 
     def _detach(self) -> None:
         while self._detach_models:
             self._detach_models.pop()()
 
 
-def attach_forward(model: nn.Module, listener: ForwardListener, *, patches: bool = True) -> Callable[[], None]:
-    """Mark the forward passes of one module; gives what takes the hooks away again."""
+def attach_forward(model: nn.Module, listener: Any, *, patches: bool = True) -> Callable[[], None]:
+    """Mark the forward passes of one module; gives what takes the hooks away again.
+
+    Args:
+        listener: A `Recorder`, or whatever is `special` for good and has its methods for passes.
+    """
     before = model.register_forward_pre_hook(_ForwardHook(listener), with_kwargs=True, prepend=True)
     after = model.register_forward_hook(_ForwardEndHook(listener), always_call=True)
     show = hide_hooks(model) if patches else lambda: None
@@ -142,10 +129,16 @@ def attach_forward(model: nn.Module, listener: ForwardListener, *, patches: bool
     return undo
 
 
-def follow_optimizer(optimizer: Optimizer, listener: Listener, on_end: Callable[[], None]) -> Callable[[], None]:
-    """Mark one optimizer's steps; gives what takes the hooks away again."""
-    before = optimizer.register_step_pre_hook(_OptimizerHook(listener.on_optimizer, lambda: None))
-    after = optimizer.register_step_post_hook(_OptimizerHook(on_end, listener.on_optimizer_in_backward))
+def follow_optimizer(
+    optimizer: Optimizer, recorder: Recorder, on_end: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """Mark one optimizer's steps; gives what takes the hooks away again.
+
+    Args:
+        on_end: Called when it has stepped, where that need not end a step.
+    """
+    before = optimizer.register_step_pre_hook(_OptimizerHook(recorder))
+    after = optimizer.register_step_post_hook(_OptimizerEndHook(recorder, on_end))
 
     def undo() -> None:
         before.remove()
@@ -154,70 +147,113 @@ def follow_optimizer(optimizer: Optimizer, listener: Listener, on_end: Callable[
     return undo
 
 
-def handled_exception() -> int:
-    """Names the exception that is being handled, and does not keep it alive: its frames may hold the batch.
+class _Hook(OwnHook):
+    """Writes to the recorder (`own`) what is ordinary, and calls it for the rest."""
 
-    A forward pass that ends with another one than it began with has failed.
-    """
-    return id(sys.exc_info()[1])
+    __slots__ = ("own",)
+
+    def __init__(self, own: Recorder) -> None:
+        self.own = own
 
 
-class _ForwardHook(OwnHook):
-    __slots__ = ("_on_evaluation", "_on_forward")
-
-    def __init__(self, listener: ForwardListener) -> None:
-        self._on_forward = listener.on_forward
-        self._on_evaluation = listener.on_evaluation
+class _ForwardHook(_Hook):
+    __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # First of all the compiler, which takes its own answer for a constant and cannot trace the other questions.
         if _is_compiling() or graph_task_id() != -1 or tracing_state() is not None:
             return  # checkpointing calls the model again from inside the backward pass: that is no new batch
-        if _is_grad_enabled():
-            self._on_forward(args, kwargs)
+        own = self.own
+        if not _is_grad_enabled():
+            own.on_evaluation(is_training=module.training)
+        elif (
+            own.special
+            or own.is_stepping
+            or get_ident() != own.thread
+            or len(own.marks) > MAX_MARKS
+            or exc_info()[1] is not None
+        ):
+            own.on_forward(args, kwargs)
         else:
-            self._on_evaluation(is_training=module.training)
+            own.forward_ns = now_ns = perf_counter_ns()
+            own.note((now_ns, FORWARD))
+            if len(own.marks) > MAX_MARKS:  # very many micro-batches
+                own.clock.bound()
+            own.passes.append(len(own.seen))
+            own.has_forward = True
+            try:
+                own.see(args, kwargs)
+            except Exception as error:  # noqa: BLE001 - an odd batch must not stop the forward pass
+                own.on_failure("reading the batch", error)
 
 
-class _ForwardEndHook(OwnHook):
-    __slots__ = ("_on_evaluation_end", "_on_forward_end")
-
-    def __init__(self, listener: ForwardListener) -> None:
-        self._on_forward_end = listener.on_forward_end
-        self._on_evaluation_end = listener.on_evaluation_end
+class _ForwardEndHook(_Hook):
+    __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if _is_compiling() or graph_task_id() != -1 or tracing_state() is not None:
+        if _is_dynamo_compiling():
             return
-        if _is_grad_enabled():
-            self._on_forward_end(handled_exception())
+        own, exception = self.own, exc_info()[1]
+        if not own.special and own.passes and exception is None and get_ident() == own.thread:
+            own.passes.pop()  # of a pass that was noted: nothing else runs inside it but what is special
+            own.note((perf_counter_ns(), OTHER))
+        elif _is_compiling() or graph_task_id() != -1 or tracing_state() is not None:
+            return
+        elif not _is_grad_enabled():
+            own.on_evaluation_end()
         else:
-            self._on_evaluation_end()
+            own.on_forward_end(exception)
 
 
-class _OptimizerHook(OwnHook):
-    __slots__ = ("_call", "_call_in_backward")
-
-    def __init__(self, call: Callable[[], None], call_in_backward: Callable[[], None]) -> None:
-        self._call = call
-        self._call_in_backward = call_in_backward
+class _OptimizerHook(_Hook):
+    __slots__ = ()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if graph_task_id() == -1:
-            self._call()
-        else:  # stepped parameter by parameter: the step ends when the backward pass returns
-            self._call_in_backward()
+        own = self.own
+        if not own.special and own.marks[-1] != BACKWARD and get_ident() == own.thread:
+            own.note((perf_counter_ns(), OPTIMIZER))
+            own.is_stepping = True
+        elif (
+            graph_task_id() == -1
+        ):  # else it steps parameter by parameter: the step ends when the backward pass returns
+            own.on_optimizer()
 
 
-def _patch_backward(listener: Listener) -> Callable[[], None]:
+class _OptimizerEndHook(_Hook):
+    __slots__ = ("_on_end",)
+
+    def __init__(self, own: Recorder, on_end: Callable[[], None] | None) -> None:
+        self.own, self._on_end = own, on_end
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        own, on_end = self.own, self._on_end
+        if on_end is None and own.is_stepping and not own.special and own.has_forward and get_ident() == own.thread:
+            now_ns = perf_counter_ns()
+            own.note((now_ns, OTHER))
+            own.is_stepping = False
+            own.end(now_ns)
+        elif graph_task_id() != -1:
+            own.on_optimizer_in_backward()
+        elif on_end is not None:
+            on_end()
+        else:
+            own.on_optimizer_end()
+
+
+def _patch_backward(own: Recorder) -> Callable[[], None]:
     """`loss.backward()` looks this name up at each call, so that one patch sees every backward pass."""
     original = torch.autograd.backward
-    on_backward, on_backward_end = listener.on_backward, listener.on_backward_end
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if graph_task_id() != -1:
+        is_plain = not own.special and own.marks[-1] != BACKWARD and get_ident() == own.thread
+        if not is_plain and graph_task_id() != -1:
             return original(*args, **kwargs)
-        on_backward(args[0] if args else kwargs.get("tensors"))
+        if not is_plain:
+            own.on_backward(args[0] if args else kwargs.get("tensors"))
+        else:
+            own.has_backward = True
+            own.backward_ns = now_ns = perf_counter_ns()
+            own.note((now_ns, BACKWARD))
         has_failed = True
         try:
             result = original(*args, **kwargs)
@@ -227,7 +263,11 @@ def _patch_backward(listener: Listener) -> Callable[[], None]:
             hide_frame(error)
             raise
         finally:
-            on_backward_end(has_failed=has_failed)
+            if own.special or has_failed or own.has_stepped_in_backward or get_ident() != own.thread:
+                own.on_backward_end(has_failed=has_failed)
+            else:
+                own.num_backward = len(own.seen)
+                own.note((perf_counter_ns(), OTHER))
 
     skip_in_compiler(backward.__code__, and_callees=False)
     return replace_attribute(torch.autograd, "backward", backward)
@@ -245,23 +285,91 @@ def _patch_graphing(hooks: Hooks) -> list[Callable[[], None]]:
     return [replace_attribute(home, "make_graphed_callables", make_graphed_callables) for home in homes]
 
 
-def patch_loaders(listener: WaitListener, is_ours: Callable[[Any], bool]) -> Callable[[], None]:
-    """Every DataLoader iterator fetches through one method: mark the waits for those that are ours."""
-    original = LoaderIterator.__next__
-    num_forks = _num_forks
-    on_wait, on_batch, on_no_batch = listener.on_wait, listener.on_batch, listener.on_no_batch
+SAVES = (
+    ("torch", "save"),
+    ("torch.serialization", "save"),
+    ("torch.distributed.checkpoint", "save"),
+    ("torch.distributed.checkpoint.state_dict_saver", "save"),
+    ("torch.distributed.checkpoint", "async_save"),
+    ("torch.distributed.checkpoint.state_dict_saver", "async_save"),
+    ("safetensors.torch", "save_file"),
+    # What these call, for a program that has taken them by `from ... import`.
+    ("torch.serialization", "_save"),
+    ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
+    ("safetensors.torch", "serialize_file"),
+    ("transformers.modeling_utils.PreTrainedModel", "save_pretrained"),
+)
+"""What writes checkpoints, under all of its names; only of what the program has imported when a run begins."""
+
+
+def _patch_saving(own: Recorder) -> list[Callable[[], None]]:
+    """A checkpoint between two steps is a pause, said or not. Of functions that call each other the first counts."""
+    depth = 0
+
+    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if get_ident() != own.thread:
+                return original(*args, **kwargs)
+            start_ns, depth = perf_counter_ns(), depth + 1
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                hide_frame(error)
+                raise
+            finally:
+                depth -= 1
+                if not depth:
+                    own.on_saved(start_ns)
+
+        return save
+
+    undo, made = [], dict[Any, Callable[..., Any]]()
+    for home, name in SAVES:
+        module, _, kind = home.partition(".PreTrained")
+        owner = modules.get(module)
+        owner = getattr(owner, f"PreTrained{kind}", None) if kind else owner
+        original = getattr(owner, name, None)
+        if original is not None:
+            made.setdefault(original, timed(original))
+            undo.append(replace_attribute(owner, name, made[original]))
+    return undo
+
+
+def patch_loaders(own: Recorder, is_ours: Callable[[Any], bool], *, asks_once: bool = False) -> Callable[[], None]:
+    """Every DataLoader iterator fetches through one method: mark the waits for those that are ours.
+
+    Args:
+        own: The recorder, or whatever is `special` for good and has its methods for waits.
+        asks_once: Whether an iterator that is ours always is.
+    """
+    original, num_forks = LoaderIterator.__next__, _num_forks
+    known: Callable[[], Any] = lambda: None  # noqa: E731
 
     def fetch(iterator: Any) -> Any:
-        if _num_forks != num_forks or not is_ours(iterator):
+        nonlocal known
+        if _num_forks != num_forks:
             return original(iterator)
-        on_wait()
+        if not asks_once or iterator is not known():
+            if not is_ours(iterator):
+                return original(iterator)
+            known = ref(iterator)
+        if own.special or get_ident() != own.thread or own.num_waits % LOOK_EVERY == LOOK_EVERY - 1:
+            own.on_wait()
+        else:
+            own.num_waits += 1
+            own.note((perf_counter_ns(), DATA_WAIT))
         try:
             batch = original(iterator)
         except BaseException as error:
-            on_no_batch()
+            own.on_no_batch()
             hide_frame(error)
             raise
-        on_batch()
+        if own.special or own.waiting_since is not None or get_ident() != own.thread:
+            own.on_batch()
+        else:
+            own.note((perf_counter_ns(), own.after_fetch))
         return batch
 
     return replace_attribute(LoaderIterator, "__next__", fetch)
@@ -303,5 +411,7 @@ class _Feeds:
 
 for _hook in (_ForwardHook, _ForwardEndHook):
     skip_in_compiler(_hook.__call__.__code__, and_callees=True)
-_OptimizerHook.__call__ = outside_compiler(_OptimizerHook.__call__)  # type: ignore[method-assign]
-_OptimizerHook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+for _kind in (_OptimizerHook, _OptimizerEndHook):
+    _call: Any = outside_compiler(_kind.__call__)
+    _call._torchdynamo_disable = True
+    _kind.__call__ = _call  # type: ignore[method-assign]

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.counters import CounterReader, Unavailable, open_counters
-from flopmeter.devices import Peak, normalise_dtype, peak_flops
-from flopmeter.devices.placement import devices_of
+from flopmeter.counters import CounterReader, CounterUnavailableError, open_counters
+from flopmeter.devices import Peak, devices_of, dtype_name, peak_flops
+from flopmeter.devices.roof import roof_of
 from flopmeter.distributed import Ranks
 from flopmeter.errors import FlopmeterError
 from flopmeter.flops.estimate import estimate_call, read_leaves
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
-from flopmeter.flops.prediction import Predictor, StepFlop
+from flopmeter.flops.prediction import OFF, Predictor, StepFlop
 from flopmeter.flops.profiled import ProfiledStep
 from flopmeter.flops.training_state import training_state
-from flopmeter.flops.workload import Seen, Workload, needs_of, resolve
-from flopmeter.monitor.header import device_of, device_uuid
+from flopmeter.flops.workload import Seen, Shape, Workload, needs_of, resolve
+from flopmeter.monitor.header import device_name, device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.profiling import profiler_guard
 from flopmeter.schema import METRICS_BY_KEY, StepMark
 from flopmeter.step_facts import facts_of
-from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, has_saved_tensor_hooks, num_dispatch_modes
+from flopmeter.torch_compat import HAS_ACTIVITY_FILTERS, has_saved_tensor_hooks, num_dispatch_modes, num_recompiles
 
 logger = logging.getLogger("flopmeter")
 
 MAX_STATES = 8
 """Ways of training whose counts are kept: a loop that goes back to one finds its counts."""
+MAX_KNOWN_SHAPES = 10_000
 MAX_TURNS = 100
 """Changes that are remembered until the steps before them are digested."""
 CHANGED = (
@@ -44,12 +45,16 @@ DIFFERENT = (
     "the mean of the measured ones is used"
 )
 NEW_KIND = "no measured step had {} yet: what they take is estimated from the layers of the model until one is measured"
+INEXACT = (
+    "FLOPs of a step of another shape were predicted {:+.1%} off: steps of new shapes are measured one by one, and the "
+    "others are marked as predicted"
+)
 UNSEEN = (
     "FLOPs of the steps are unknown: they differ, and the loop does not call the model itself, which would tell why"
 )
 _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
-    "by_op", "by_module", "growth", "coverage", "uncounted", "method", "convention", "left_out",
+    "by_op", "by_module", "by_role", "growth", "coverage", "uncounted", "method", "convention", "left_out",
 )  # fmt: skip
 
 
@@ -77,7 +82,19 @@ class FlopSource:
         """FLOP/s by dtype, as far as known."""
         self.recorded_peaks: dict[str, dict[str, str | float]] = {}
         """The same with device, source and note, for the run's header."""
-        self._shapes: set[tuple[int, ...]] = set()
+        self._shapes: set[Shape] = set()
+        self.version = 0
+        """Grows whenever something was learnt, or the model is trained in another way: predictions may differ then."""
+        self.since = 0
+        """The first step of the way in which the model is trained now."""
+        self.lacks_proof = False
+        """Whether the step that was last predicted is neither counted nor proven to follow from one that was."""
+        self.is_choosy = False
+        """Whether the running step is measured only if its first batch has a shape that is wanted."""
+        self._num_recompiles: int | None = None
+        self._has_told_error = False
+        self._roofs: set[str] = set()
+        """Dtypes whose roof was looked up."""
         self._facts: dict[str, Any] | None = None
         self._last_blocker: str | None = None
         self._has_failed = False
@@ -130,7 +147,7 @@ class FlopSource:
         device = self._device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             self._predictor.dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-            self._find_peak(normalise_dtype(self._predictor.dtype))
+            self._find_peak(dtype_name(self._predictor.dtype))
         if self.mode != "estimate" or len(self._roots) > 1 or not (args or kwargs) or not self._settings.patches:
             return  # to count on shapes replaces functions of torch for a moment
         if self._blocker() is not None or has_saved_tensor_hooks():
@@ -157,8 +174,12 @@ class FlopSource:
             if counters is not None:
                 counters.close()
 
-    def start(self, obstacle: str | None) -> None:
-        """Measure the step that begins now, unless something is in the way or somebody else's tool is at work."""
+    def start(self, obstacle: str | None, is_early: bool = False) -> None:
+        """Measure the step that begins now, unless something is in the way or somebody else's tool is at work.
+
+        Args:
+            is_early: Only if its shape is one that the law is not proven for.
+        """
         if (reason := obstacle or self._blocker()) is not None:
             if reason != self._last_blocker:
                 self._event("warning", message=f"steps are not measured now: {reason}")
@@ -167,6 +188,17 @@ class FlopSource:
         measurement = ProfiledStep(self._device) if self.mode == "profiler" else ObservedStep(self._roots)
         measurement.start()
         self._measurement = measurement
+        self.is_choosy = is_early
+        self._num_recompiles = num_recompiles() if is_early else None
+
+    def wants(self, shape: Shape | None) -> bool:
+        """Whether the step that is measured for its shape is to be: its first batch has come."""
+        self.is_choosy = False
+        measurement = self._measurement
+        if shape is None or self._predictor.is_known(shape):
+            return False
+        is_first = shape not in self._shapes  # of which the compiler may have to make code
+        return not (is_first and isinstance(measurement, ObservedStep) and measurement.has_compiled)
 
     def _blocker(self) -> str | None:
         """Why this step must not be measured, or None."""
@@ -187,6 +219,9 @@ class FlopSource:
         measurement, self._measurement = self._measurement, None
         assert measurement is not None
         measurement.stop()
+        self.is_choosy = False
+        if self._num_recompiles is not None and self._num_recompiles != num_recompiles():
+            return  # parts of it ran in the compiler: a later step of this shape is taken
         if isinstance(measurement, ObservedStep) and measurement.gave_way is not None:
             if measurement.gave_way != self._last_blocker:
                 self._last_blocker = measurement.gave_way
@@ -198,8 +233,9 @@ class FlopSource:
         workload = resolve(batches)
         if not batches and count.model_flop and self._predictor.learn_unseen(count):
             self._warn(UNSEEN)
-        # A count of nothing is not used: nothing was trained in the step, or where it was we could not see.
-        error = self._learn(self._predictor, count, workload) if count.model_flop else None
+        # A count of nothing is used where nothing was hidden: a model of look-ups takes none.
+        is_sure = count.model_flop > 0 or (bool(batches) and count.coverage == 1 and not count.uncounted)
+        error = self._learn(self._predictor, count, workload) if is_sure else None
         if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
             self.ranks.publish({**note_of(count, workload), "state": self._state})
         told = {name: _plain(getattr(count, name)) for name in _FIELDS}
@@ -207,6 +243,7 @@ class FlopSource:
         if isinstance(measurement, ObservedStep) and measurement.gave_way is None:
             self._facts = facts_of(measurement, count)
             self._tell_facts()
+            self._tell_roofs(self._facts["products"])
 
     def give_up(self, error: Exception) -> None:
         """Measuring has failed: no more steps are measured. What is known of the model goes on being used."""
@@ -224,7 +261,7 @@ class FlopSource:
         if counters is None:
             return
         try:
-            reading = asdict(counters.read())
+            reading = counters.read()
             known = {f"counter/{name}": value for name, value in reading.items() if value is not None}
             shares = {key: value for key, value in known.items() if key in METRICS_BY_KEY}
             self._event("counters", shares or None, reader=counters.name, **reading)
@@ -244,11 +281,16 @@ class FlopSource:
 
     def _learn(self, predictor: Predictor, count: FlopCount, workload: Workload | None) -> float | None:
         error = predictor.learn(count, workload) if workload is not None else None
+        self.version += 1
         for dtype in (*count.by_dtype, *count.hardware_by_dtype):
-            self._find_peak(normalise_dtype(dtype))
-        if predictor.difference and not self._has_told_difference:
-            self._has_told_difference = True
-            self._event("warning", message=DIFFERENT.format(predictor.difference))
+            self._find_peak(dtype_name(dtype))
+        if predictor.difference:
+            if not self._has_told_difference:
+                self._has_told_difference = True
+                self._event("warning", message=DIFFERENT.format(predictor.difference))
+        elif error is not None and abs(error) > OFF and not self._has_told_error:
+            self._has_told_error = True
+            self._warn(INEXACT.format(error))
         return error
 
     def is_changed(self) -> bool:
@@ -274,7 +316,8 @@ class FlopSource:
             now.dtype = before.dtype
             kept = list(self._by_state.items())[1 - MAX_STATES :]
             self._by_state = {**dict(kept), state: now}  # replaced: the background thread may be reading
-        self._state, self._predictor = state, now
+        self._state, self._predictor, self.since = state, now, index
+        self.version += 1
         self._turns = [*self._turns, (index, now)][-MAX_TURNS:]
         note = self._notes.pop(state, None)
         if note is not None:
@@ -291,7 +334,7 @@ class FlopSource:
         Args:
             is_over: Whether the calling thread can end the measurement. If not, it is kept for the one that can.
         """
-        measurement = self._measurement
+        measurement, self.is_choosy = self._measurement, False
         if is_over:
             self._measurement = None
         if isinstance(measurement, ProfiledStep):
@@ -313,6 +356,16 @@ class FlopSource:
         self._facts["num_shapes"] = max(1, len(self._shapes))
         self._event("facts", **self._facts)
 
+    def _tell_roofs(self, products: Sequence[Sequence[Any]]) -> None:
+        """What was measured on this device before (`flopmeter peak --measure`), at this program's shapes if it was."""
+        for dtype in self.peaks.keys() - self._roofs:
+            self._roofs.add(dtype)
+            names = {dtype, "fp32"} if dtype == "tf32" else {dtype}
+            own = {(m, n, k): calls for name, m, n, k, calls in products if dtype_name(name) in names}
+            found = roof_of(device_name(self._device), device_uuid(self._device), dtype, own)
+            if found is not None:
+                self._event("roof", dtype=dtype, **found)
+
     def predict(self, workload: Workload, index: int | None = None) -> StepFlop | None:
         """FLOPs of a step with this workload, by the dtype names of the peak table.
 
@@ -322,8 +375,10 @@ class FlopSource:
         predictor = self._predictor if index is None else self._predictor_at(index)
         if len(self._roots) > 1 and not predictor.has_count:
             return None  # several modules called in turn have no estimate together
-        self._shapes.add((workload.samples, workload.tokens_processed, workload.decoder_tokens_processed))
+        if len(self._shapes) < MAX_KNOWN_SHAPES:
+            self._shapes.add(workload.shape)
         found = predictor.predict(workload)
+        self.lacks_proof = self.mode == "smart" and found is not None and found.error != 0.0
         if predictor.missing and predictor.has_count and not self._has_told_kind:
             self._has_told_kind = True
             self._event("warning", message=NEW_KIND.format(" and ".join(sorted(predictor.missing))))
@@ -337,6 +392,10 @@ class FlopSource:
     def unseen(self, index: int) -> StepFlop | None:
         """FLOPs of a step in which the model itself was not called, where they are known."""
         return self._predictor_at(index).unseen
+
+    def state_at(self, index: int) -> Predictor:
+        """Names the way in which the model was trained at that step: counts serve its own steps."""
+        return self._predictor_at(index)
 
     def _predictor_at(self, index: int) -> Predictor:
         turns = self._turns
@@ -356,12 +415,12 @@ class FlopSource:
         if self._settings.mfu_calculation_mode != "hybrid" or not hybrid.hardware_counters_enabled:
             return None
         device = device_of(self._model)
-        reader = open_counters(str(device), uuid=device_uuid(device))
-        if isinstance(reader, Unavailable):
+        try:
+            reader = open_counters(str(device), uuid=device_uuid(device))
+        except CounterUnavailableError as error:
             instead = "the profiler" if hybrid.fallback_to_profiler else "smart mode"
-            self._warn(f"{reader}: using {instead} instead")
+            self._warn(f"{error}: using {instead} instead")
             return None
-        reader.start()
         return reader
 
     def _make_predictor(self, before: Predictor | None = None) -> Predictor:
@@ -371,7 +430,7 @@ class FlopSource:
             logger.warning("no estimate for this model: %s", error)
             estimate = None
         for dtype in estimate.by_dtype if estimate is not None else ():
-            self._find_peak(normalise_dtype(dtype))
+            self._find_peak(dtype_name(dtype))
         is_calibrated = self._settings.performance_monitoring.smart_mode.calibration_enabled
         return Predictor(estimate, before, is_calibrated=is_calibrated)
 

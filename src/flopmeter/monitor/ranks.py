@@ -14,20 +14,21 @@ import torch.distributed as dist
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.distributed import COMMUNICATION, JobScale, Ranks, RankStep, join_job
+from flopmeter.distributed import COMMUNICATION, Ranks, RankStep, join_job
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.workload import PatchWindow, Workload
-from flopmeter.metrics import FLOP, Measured, utilisation
+from flopmeter.metrics import Measured, utilisation
 from flopmeter.monitor.header import device_of, device_uuid
 from flopmeter.schema import RUN_FILE
+from flopmeter.sinks import GIVEN
 from flopmeter.timing import StepTime
 from flopmeter.timing.cuda import waits_of
 
 if TYPE_CHECKING:
     from flopmeter.distributed import Emit
-    from flopmeter.monitor.digest import StepRecord
     from flopmeter.monitor.measuring import FlopSource
-    from flopmeter.monitor.tracker import StepTracker
+    from flopmeter.monitor.recorder import Recorder
+    from flopmeter.monitor.step_record import StepRecord
 
 logger = logging.getLogger("flopmeter")
 
@@ -57,21 +58,21 @@ def record_path(output_dir: Path, rank: int, config: MonitorConfig) -> Path:
     return output_dir / f"{stem}.rank{rank}.{suffix}" if is_asked else Path(os.devnull)
 
 
-def sink_names(config: MonitorConfig, rank: int) -> tuple[str, ...]:
+def sink_names(config: MonitorConfig, rank: int, *, is_function_given: bool) -> tuple[str, ...]:
     """The sinks of this rank: all of them on rank 0, elsewhere a Prometheus page when asked."""
     if rank == 0:
-        return config.sink_names
+        return (*config.sink_names, GIVEN) if is_function_given else config.sink_names
     return tuple(name for name in config.sink_names if name == "prometheus" and config.prometheus.ranks == "all")
 
 
-def join(model: nn.Module, config: MonitorConfig, tracker: StepTracker, emit: Emit) -> Ranks | None:
+def join(model: nn.Module, config: MonitorConfig, recorder: Recorder, emit: Emit) -> Ranks | None:
     """Connect the parts of this rank's monitor with the job; None when it is alone, or when that fails."""
-    clock = tracker.clock
+    clock = recorder.clock
     try:
         ranks = join_job(model, config.monitoring.distributed, lambda: clock.current, emit, _device_name(model))
         if ranks is not None:
             ranks.blocking.is_on = config.monitoring.patches
-            _connect(ranks, tracker, model)
+            _connect(ranks, recorder, model)
             ranks.start()
     except Exception as error:  # noqa: BLE001 - a job without statistics is still a job
         logger.warning("the ranks are not compared: %s: %s", type(error).__name__, error)
@@ -79,21 +80,21 @@ def join(model: nn.Module, config: MonitorConfig, tracker: StepTracker, emit: Em
     return ranks
 
 
-def _connect(ranks: Ranks, tracker: StepTracker, model: nn.Module) -> None:
-    tracker.blocking = ranks.blocking
-    if tracker.source is not None:
-        tracker.source.ranks = ranks
-        ranks.on_count = tracker.source.take_count
-    connect_device(ranks, tracker, model)
+def _connect(ranks: Ranks, recorder: Recorder, model: nn.Module) -> None:
+    recorder.follow_ranks(ranks.blocking)
+    if recorder.source is not None:
+        recorder.source.ranks = ranks
+        ranks.on_count = recorder.source.take_count
+    connect_device(ranks, recorder, model)
 
 
-def connect_device(ranks: Ranks, tracker: StepTracker, model: nn.Module) -> None:
+def connect_device(ranks: Ranks, recorder: Recorder, model: nn.Module) -> None:
     """Let the ranks know what the device does, where there is one."""
-    if (device_time := tracker.device_time) is not None:
+    if (device_time := recorder.device_time) is not None:
         device_time.on_step = ranks.add_device
         ranks.blocking.on_backward_computed = lambda: device_time.mark_inside_backward(COMMUNICATION)
         if ranks.blocking.is_on and _is_sharded(model):
-            device_time.waits = waits_of(device_of(model), lambda: tracker.clock.current)
+            device_time.waits = waits_of(device_of(model), lambda: recorder.clock.current)
             if device_time.waits is not None:
                 device_time.waits.attach()
 
@@ -126,23 +127,6 @@ def rank_step(item: StepRecord, step: Measured, time_: StepTime, source: FlopSou
     )
 
 
-def scaled(step: Measured, flop: float, scale: JobScale | None = None) -> Measured:
-    """The step of the job, from rank 0's.
-
-    Args:
-        flop: Factor of the FLOPs on top of the job's.
-    """
-    job = dict(step)
-    if scale is not None:
-        flop *= scale.flop
-        factors = {"tokens": scale.tokens, "tokens_processed": scale.tokens, "samples": scale.samples}
-        job |= {name: round(factor * step[name]) for name, factor in factors.items() if name in step}
-        job["device_ns"] = scale.devices * step["ns"]
-    for kind in FLOP.keys() & step.keys():
-        job[kind] = {dtype: flop * amount for dtype, amount in step[kind].items()}
-    return job
-
-
 def note_of(count: FlopCount, workload: Workload) -> dict[str, Any]:
     """A count and what it was counted for, as plain values."""
     plain = {f.name: getattr(count, f.name) for f in fields(count) if f.name not in _BULKY}
@@ -154,4 +138,5 @@ def read_note(note: Mapping[str, Any]) -> tuple[FlopCount, Workload]:
     workload = dict(note["workload"])
     if workload["patch_window"] is not None:
         workload["patch_window"] = PatchWindow(*workload["patch_window"])
+    workload["shape"] = tuple([tuple(map(tuple, call)) for call in workload.get("shape", ())])
     return FlopCount(**note["count"]), Workload(**workload)

@@ -6,21 +6,29 @@ Everything but the sampled step itself happens in the background, from the numbe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import get_native_id
 from time import perf_counter_ns
 
 from torch import nn
 
 from flopmeter.config import MonitorConfig
-from flopmeter.metrics import Means
 from flopmeter.monitor.header import device_of
-from flopmeter.profiling.sampled import SampledStep, why_not
+from flopmeter.profiling.frames import FrameWatch
+from flopmeter.profiling.profiler_guard import SampledStep, why_not
+from flopmeter.profiling.recorded import PARTS
+from flopmeter.resources import waited_s
+from flopmeter.schema import TRACE_FILE
 from flopmeter.timing.garbage import GarbageWatch
 from flopmeter.timing.regime import RegimeDetector
 from flopmeter.timing.sampling import SamplingPlan
 
 logger = logging.getLogger("flopmeter")
 
+MAX_WAITED = 0.1
+"""Share of a sampled step for which the thread may have waited for a core; one that waited longer is disturbed."""
 INTERVALS_APART = 10
 """Measuring intervals from one sampled step to the next: a profile costs more than an observed step."""
 
@@ -28,7 +36,7 @@ INTERVALS_APART = 10
 class Sampling:
     """Takes a profile now and then, and tells what the steps in between have in common.
 
-    `note_step` is called in the background; everything else on the training thread.
+    `note_step` and `end_interval` are called in the background; everything else on the training thread.
 
     Args:
         interval_steps: The measuring interval.
@@ -43,39 +51,41 @@ class Sampling:
         self.kernel_share: float | None = None
         """Share of an ordinary step in which kernels run on the device, by the last sample; None where unknown."""
         self._event = event
-        self._every = config.details_every
         self._garbage = GarbageWatch()
+        self._frames = FrameWatch(event, settings.overhead_budget)
         self._regime = RegimeDetector()
-        self._interval = Means("perf/mfu")
-        self._interval_start = 0
         self._last_reason: str | None = None
+        self._waited_s: float | None = None
         self._is_listening = False
         self._may_listen = settings.patches
-        self._is_asked_for = settings.profile_steps and "profile_steps" in settings.model_fields_set
+        self._keeps_trace = settings.keep_trace
+        self._keep_at: Path | None = None
+        self.has_trace = False
+        """Whether a trace of a sampled step was kept."""
+        self._is_asked_for = settings.profile_steps and config.is_written("monitoring.profile_steps")
         # Estimate mode promises to measure nothing.
         self.is_on = settings.profile_steps and settings.mfu_calculation_mode != "estimate"
         if not self.is_on:
             self.plan.stop()
 
-    def start_run(self) -> None:
-        """The run begins."""
+    def start_run(self, folder: Path) -> None:
+        """The run begins, with its record in this folder."""
+        self._keep_at = folder / TRACE_FILE if self._keeps_trace else None
         self._is_listening = self._may_listen
+        if self.is_on:
+            self._frames.start_run()
 
-    def note_step(self, index: int, metrics: Mapping[str, float]) -> None:
-        """An ordinary step was digested; `index` is how many were before it."""
+    def note_steps(self, steps: Sequence[tuple[int, float]]) -> None:
+        """Ordinary steps were digested: how many were before each, and its seconds."""
         self._garbage.add_up()
-        step_s = metrics["perf/step_time"]
-        slower = self.plan.note_step(index, step_s)
-        if slower is not None:
-            self._warn(
-                f"no more steps are profiled: after the last profile a step took {slower.after_s * 1e3:.1f} ms, before "
-                f"it {slower.before_s * 1e3:.1f} ms"
-            )
-        if not self._interval.num_steps:
-            self._interval_start = int(metrics["global_step"])
-        self._interval.add(metrics)
-        if self._interval.num_steps >= self._every:
-            self._end_interval()
+        self._frames.note_step(steps[-1][0])
+        for index, step_s in steps:
+            slower = self.plan.note_step(index, step_s)
+            if slower is not None:
+                self._warn(
+                    f"no more steps are profiled: after the last profile a step took {slower.after_s * 1e3:.1f} ms, "
+                    f"before it {slower.before_s * 1e3:.1f} ms"
+                )
 
     def listen(self, *, is_ordinary: bool) -> None:
         """A step begins. Collections in the warm-up and in measured steps are not the loop's."""
@@ -94,17 +104,17 @@ class Sampling:
                 self._warn(f"steps are not profiled now: {reason}")
             self._last_reason = reason
             return
-        running = SampledStep(model, device_type)
+        running = SampledStep(model, device_type, self._keep_at)
         try:
             running.start()
         except Exception as error:  # noqa: BLE001 - the run comes first; this part is switched off and says so
             self._switch_off(error)
             return
-        self.running = running
+        self.running, self._waited_s = running, _waited_s()
 
     def finish(self, num_steps: int, step_s: float) -> None:
         """The sampled step is over: read it."""
-        start_ns = perf_counter_ns()
+        start_ns, until_s = perf_counter_ns(), _waited_s()
         sampled, self.running = self.running, None
         assert sampled is not None
         try:
@@ -112,14 +122,21 @@ class Sampling:
         except Exception as error:  # noqa: BLE001
             self._switch_off(error)
         reading_s = (perf_counter_ns() - start_ns) / 1e9
-        self.plan.note_sampled(num_steps, step_s, reading_s, may_linger=sampled.is_cuda)
+        waited_s = None if until_s is None or self._waited_s is None else until_s - self._waited_s
+        is_disturbed = (waited_s or 0.0) > MAX_WAITED * step_s
+        self.plan.note_sampled(
+            num_steps, step_s, reading_s, may_linger=sampled.is_cuda, is_disturbed=is_disturbed and not sampled.is_cuda
+        )
         if sampled.profile is None:
             self._warn("a profiled step showed no work, or was cut short by another profiler: its split is not known")
         else:
+            self.has_trace = self._keep_at is not None
             typical = {} if self.plan.typical_s is None else {"typical_step_s": self.plan.typical_s}
-            self._event("profile", step_s=step_s, **typical, **sampled.profile.fields())
+            waited = {} if waited_s is None else {"waited_s": waited_s}
+            self._event("profile", step_s=step_s, **typical, **waited, **sampled.profile)
             if sampled.is_cuda and typical:  # tracing makes the host slower, not the kernels
-                self.kernel_share = sampled.profile.kernels_s / typical["typical_step_s"]
+                kernels_s = sum(sampled.profile[f"{part}_s"] for part in PARTS if part not in ("copy", "gap"))
+                self.kernel_share = kernels_s / typical["typical_step_s"]
 
     def discard(self, num_steps: int, *, is_over: bool) -> None:
         """The sampled step turned out to be none to learn from: another one is sampled some steps later.
@@ -141,6 +158,7 @@ class Sampling:
     def close(self) -> None:
         """The run is over."""
         self.plan.stop()
+        self._frames.close()
         self._garbage.close()
         self._tell_garbage()
 
@@ -148,13 +166,12 @@ class Sampling:
         self.plan.stop()
         self._warn(f"no more steps are profiled, because profiling failed: {type(error).__name__}: {error}")
 
-    def _end_interval(self) -> None:
-        mfu = self._interval.compute().get("perf/mfu")
-        self._interval = Means("perf/mfu")
+    def end_interval(self, first_step: int, mfu: float | None) -> None:
+        """An interval of ordinary steps was digested, with this MFU."""
         self._tell_garbage()
         if mfu is None:
             return
-        fall = self._regime.update(self._interval_start, mfu)
+        fall = self._regime.update(first_step, mfu)
         if fall is not None:
             self._event("regime", **fall._asdict())
             self.plan.ask()
@@ -167,3 +184,10 @@ class Sampling:
     def _warn(self, message: str) -> None:
         logger.warning("%s", message)
         self._event("warning", message=message)
+
+
+def _waited_s() -> float | None:
+    """For how long this thread had to wait for a core so far; None where that is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        return waited_s(get_native_id())
+    return None

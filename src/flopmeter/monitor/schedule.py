@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 from flopmeter.timing.sampling import NEVER
 
 WARMUP_STEPS = 3
 TYPICAL_STEPS = 20
+SECOND_LOOK = 16
+"""Steps from the first measured step to the second at most: whether steps of one shape differ shows only then."""
 ASK_AGAIN = 100
 """Steps until a budget that said no is asked again, where no interval says."""
 
@@ -33,8 +37,11 @@ class Schedule:
         self._measured_s = 0.0
         self._reading_s = 0.0
         self._may_skip = not measures_first
-        self.next_step = WARMUP_STEPS if measures_first else self._after(WARMUP_STEPS)
+        self._ordinary_step = WARMUP_STEPS if measures_first else self._after(WARMUP_STEPS)
+        self.next_step = self._ordinary_step
         """No step before this one is due: a plain number, because the training loop looks at it on every step."""
+        self.refused_until = 0
+        """Before this one it is of no use to ask for a step because of its shape: the budget said no."""
         self._typical_s: deque[float] = deque(maxlen=TYPICAL_STEPS)
 
     @property
@@ -50,11 +57,19 @@ class Schedule:
         self._typical_s = other._typical_s
         if other._num_measured:
             self._may_skip, self._last_measured = True, other._last_measured
-            self.next_step = self._after(self._last_measured)
+            self._ordinary_step = self.next_step = self._after(self._last_measured)
 
     def hasten(self, num_steps: int) -> None:
-        """Measure soon, within the budget: what was measured so far is of no use any more."""
+        """Measure soon, within the budget: what was measured so far does not tell of the steps that there are."""
         self.next_step = min(self.next_step, max(num_steps, WARMUP_STEPS))
+
+    def is_early(self, num_steps: int) -> bool:
+        """Whether a step is measured only because of its shape."""
+        return num_steps < self._ordinary_step
+
+    def put_off(self) -> None:
+        """The step has no shape that was asked for."""
+        self.next_step = self._ordinary_step
 
     def _after(self, step: int) -> int:
         return step + self.interval_steps if self.interval_steps else NEVER
@@ -75,17 +90,23 @@ class Schedule:
             return True
         again = max(1, self.interval_steps // 10) if self.interval_steps else ASK_AGAIN
         self.next_step = num_steps + again  # asking at every step would cost, too
+        steps_per_s = num_steps / run_s if run_s > 0 else 0.0
+        until_s = self._needed_s(own_s) / self.budget - run_s
+        self.refused_until = num_steps + max(1, math.ceil(min(until_s * steps_per_s, again)))
         return False
 
     def _fits(self, run_s: float, own_s: float) -> bool:
         assert self.budget is not None
-        measuring_s = self.measuring_s
-        expected_s = measuring_s / max(1, self._num_measured)
-        return own_s + measuring_s + expected_s <= self.budget * run_s
+        return self._needed_s(own_s) <= self.budget * run_s
 
-    def note_step(self, step_s: float) -> None:
-        """An ordinary step went by. Called from the background."""
-        self._typical_s.append(step_s)
+    def _needed_s(self, own_s: float) -> float:
+        """What all of ours takes with one measured step more, which is expected to cost the mean of those before."""
+        measuring_s = self.measuring_s
+        return own_s + measuring_s + measuring_s / max(1, self._num_measured)
+
+    def note_steps(self, steps: Sequence[tuple[int, float]]) -> None:
+        """Ordinary steps went by: their indices and seconds. Called from the background."""
+        self._typical_s.extend([step_s for _, step_s in steps[-TYPICAL_STEPS:]])
 
     def note_measured(self, num_steps: int, step_s: float, reading_s: float) -> None:
         """A measured step is done. `reading_s` is what it took to read the measurement afterwards."""
@@ -93,5 +114,6 @@ class Schedule:
         self._reading_s += reading_s
         self._num_measured += 1
         self._may_skip = True
-        self._last_measured = num_steps
-        self.next_step = self._after(num_steps)
+        self._last_measured = num_steps - 1  # steps before it: the next one is that many after it, and not one more
+        second = num_steps + SECOND_LOOK if self.interval_steps and self._num_measured == 1 else NEVER
+        self._ordinary_step = self.next_step = min(self._after(self._last_measured), second)

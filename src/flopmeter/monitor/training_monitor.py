@@ -1,25 +1,31 @@
-"""What can a training loop tell us? `TrainingMonitor`: every method that a loop calls."""
+"""What can a training loop tell us? `TrainingMonitor` has every method that a loop calls; `watch` needs none."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
 from os import PathLike
+from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flopmeter.config import MonitorConfig
 from flopmeter.errors import ConfigError
-from flopmeter.monitor.digest import Log
-from flopmeter.monitor.lifetime import MAX_FAILURES, Lifetime, harmless
-from flopmeter.monitor.tracker import StepTracker
+from flopmeter.monitor.live_run import MAX_FAILURES, LiveRun
+from flopmeter.monitor.ranks import seen_from_here
+from flopmeter.monitor.step_record import Log
 from flopmeter.record import write_training_log
 from flopmeter.schema import PHASES
+from flopmeter.sinks import LogFunction
+from flopmeter.text import clean
 from flopmeter.timing.late import LateNumber, LateNumbers
+from flopmeter.torch_compat import has_function_mode
 
 logger = logging.getLogger("flopmeter")
 
@@ -30,9 +36,25 @@ MAX_REFUSED = 20
 BESIDE = "on another thread than the one that trains: not taken out of the steps, and no time that was lost"
 
 _T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., None])
 
 
-class TrainingMonitor(Lifetime):
+def _harmless(method: _Method) -> _Method:
+    """After the first step nothing of ours may stop a run: a failure is logged, the third one switches us off."""
+
+    @wraps(method)
+    def guarded(self: TrainingMonitor, *args: Any, **kwargs: Any) -> None:
+        if self.run.num_failures >= MAX_FAILURES:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the training run comes first; the reason is logged
+            self.run.fail(method.__name__, error)
+
+    return cast(_Method, guarded)
+
+
+class TrainingMonitor:
     """Measures a training run from inside its loop. Everything it learns goes to `<output_dir>/run.jsonl`.
 
     With an optimizer, a step ends when the optimizer has stepped after a forward pass, and `log_step` adds loss and
@@ -48,6 +70,8 @@ class TrainingMonitor(Lifetime):
         finds_evaluation: Take forward passes without gradients between two steps for an evaluation, which is a pause,
             unless every step has them. Not where `pause` tells of every evaluation: there they are part of the step, as
             in preference tuning.
+        log: Called with metrics and their step, as any sink: `log=mlflow.log_metrics`. From a thread of its own, which
+            may wait; what it raises switches it off.
     """
 
     def __init__(
@@ -61,19 +85,62 @@ class TrainingMonitor(Lifetime):
         optimizer: Optimizer | None = None,
         loader: Any = None,
         finds_evaluation: bool = True,
+        log: LogFunction | None = None,
     ) -> None:
-        super().__init__(output_dir, config, log_file, flops_profile_freq)
+        self.run = run = LiveRun(output_dir, config, log_file, flops_profile_freq, log)
+        """Everything that goes on without the loop's asking."""
+        self.config, self.run_path, self.log_path = run.config, run.run_path, run.log_path
+        self.recorder = run.recorder
+        """What the hooks write to; where an integration that has hooks of its own tells what the loop does."""
         self._numbers = LateNumbers()
         self._refused: set[str] = set()
-        self._tracker.finds_evaluation = finds_evaluation
-        self._has_optimizer = self._tracker.has_optimizer = optimizer is not None
+        self.recorder.finds_evaluation = finds_evaluation
+        self.recorder.has_optimizer = optimizer is not None
         if model is not None:
-            self.set_model_ref(model)
+            run.set_model(model)
         if optimizer is not None:
-            self._hooks.attach_optimizer(optimizer)
+            run.hooks.attach_optimizer(optimizer)
         if loader is not None:
-            self._hooks.attach_loader(loader)
-            self._tracker.loader_kind = type(loader).__name__
+            run.hooks.attach_loader(loader)
+            self.recorder.loader_kind = type(loader).__name__
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the record is, as seen from the current folder."""
+        return seen_from_here(self.run.folder)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps measured so far."""
+        return self.recorder.num_steps
+
+    def set_model_ref(self, model: nn.Module, *others: nn.Module, within: nn.Module | None = None) -> None:
+        """Name the object that the loop calls, or all of them: forward passes are marked, steps measured.
+
+        Args:
+            within: What the loop calls parts of, where these are parts: the record has its name.
+        """
+        self.run.set_model(model, *others, within=within)
+
+    def start_training(self, after_step: int = 0, *, has_joined: bool = False) -> None:
+        """Write the header and start the clock. `log_step` does it by itself when it was forgotten.
+
+        Where torch.distributed is not initialised it may be later: then the record begins with the first forward pass,
+        when this process knows its rank, and with the end at the latest.
+
+        Args:
+            after_step: Steps that the loop has done already: the first one that is measured has the next number.
+            has_joined: Whether the process has joined its job, if it has one: the record begins at once.
+        """
+        self.run.start(after_step, has_joined=has_joined)
+
+    def finish_training(self) -> dict[str, float]:
+        """Close the run file with a summary, and give it. Safe to call twice."""
+        return self.run.finish()
+
+    def summary(self) -> dict[str, float]:
+        """This start so far in a few numbers, from the job's record; nothing on a rank that does not keep it."""
+        return self.run.sum_up()
 
     def set_training_phase(self, phase: str) -> None:
         """Say which phase begins (warmup, main, finetune): each has its measuring frequency in the settings.
@@ -82,37 +149,31 @@ class TrainingMonitor(Lifetime):
             ConfigError: There is no such phase. In a run that has begun that is a warning.
         """
         try:
-            self._effort.begin_phase(phase)
+            self.run.effort.begin_phase(phase)
         except Exception as error:
-            if self._state == "new":
+            if self.run.state == "new":
                 raise
             self._refuse("set_training_phase", error)
-        self._steps.next_look = 0
-
-    @property
-    def marks(self) -> StepTracker:
-        """Where an integration that has hooks of its own tells what the loop does."""
-        return self._tracker
 
     @property
     def is_running(self) -> bool:
         """Whether it has started and not finished."""
-        return self._at_exit is not None and self._state != "finished"
+        return self.run.at_exit is not None and self.run.state != "finished"
 
     def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
         """Iterate over any loader, timing the wait for each batch."""
         self.start_training()
         iterator = iter(loader)
         while True:
-            self._tracker.on_wait()
+            self.recorder.on_wait()
             try:
                 batch = next(iterator)
             except BaseException as error:
-                self._tracker.on_no_batch()
+                self.recorder.on_no_batch()
                 if isinstance(error, StopIteration):
                     return
                 raise
-            self._tracker.on_batch()
+            self.recorder.on_batch()
             yield batch
 
     @contextmanager
@@ -124,22 +185,22 @@ class TrainingMonitor(Lifetime):
         """
         if name not in PHASES:
             error = ConfigError(f"there is no phase {name!r}; there are: {', '.join(PHASES)}")
-            if self._state == "new":
+            if self.run.state == "new":
                 raise error
             self._refuse("phase", error)
             yield
             return
-        if self._tracker.is_elsewhere():
+        if self.recorder.is_elsewhere():
             yield
             return
-        device_time = self._tracker.device_time if not self._tracker.num_pauses else None
-        if device_time is not None:
+        device_time = self.recorder.device_time if not self.recorder.num_pauses else None
+        if device_time is not None and device_time.is_marking:
             device_time.mark(name)
         try:
-            with self._clock.phase(PHASES.index(name)):
+            with self.recorder.clock.phase(PHASES.index(name)):
                 yield
         finally:
-            if device_time is not None:
+            if device_time is not None and device_time.is_marking:
                 device_time.mark("other")
 
     @contextmanager
@@ -149,24 +210,36 @@ class TrainingMonitor(Lifetime):
         On another thread than the one that trains it is noted (event `beside`), and no time is lost.
         """
         self.start_training()
-        if self._tracker.is_elsewhere():
+        if self.recorder.is_elsewhere():
             start_ns = perf_counter_ns()
             try:
                 yield
             finally:
-                if not self._tracker.is_closed:
+                if not self.recorder.is_closed:
                     duration_s = (perf_counter_ns() - start_ns) / 1e9
-                    self._event("beside", name=name, duration_s=duration_s, message=BESIDE)
+                    self.run.event("beside", name=name, duration_s=duration_s, message=BESIDE)
             return
-        self._tracker.end_evaluation()
-        self._tracker.num_pauses += 1
+        self.recorder.begin_pause()
         try:
-            with self._clock.pause() as lasted_s:
-                self._tracker.on_pause()
+            with self.recorder.clock.pause() as lasted_s:
                 yield
         finally:
-            self._tracker.num_pauses -= 1
-            self._event("pause", name=name, duration_s=lasted_s())
+            self.recorder.num_pauses -= 1
+            self.run.event("pause", name=name, duration_s=lasted_s())
+
+    @contextmanager
+    def role(self, name: str, *, counts: bool = False) -> Iterator[None]:
+        """Name what the loop does besides training: rollout, reference, reward, log_probs, weight_sync, or any name.
+
+        Its time is no step time, as that of a pause; its FLOPs are kept apart under the name. Passes with gradients in
+        it are training.
+
+        Args:
+            counts: Takes its FLOPs into model work, as those of a frozen tower that is called by itself.
+        """
+        self.start_training()
+        with self.recorder.role(clean(name, 60), counts=counts):
+            yield
 
     def log_step(
         self,
@@ -188,32 +261,38 @@ class TrainingMonitor(Lifetime):
             skip_wandb: Keep this step out of W&B; it is in the run file all the same.
             extra: More numbers, recorded under their own names.
         """
-        if self._num_failures >= MAX_FAILURES:
+        if self.run.num_failures >= MAX_FAILURES:
             return
         start_ns = perf_counter_ns()
         try:
-            if self._state == "new":
-                self._start()
+            if self.run.state == "new":
+                self.run.start_now()
             if attention_mask is not None:
                 self._see_mask(attention_mask)
-            if not self._has_optimizer:
-                self._steps.end(start_ns)
+            if not self.recorder.has_optimizer:
+                self.recorder.end(start_ns)
                 start_ns = perf_counter_ns()
             given = {
                 "training/epoch": epoch, "training/lr": learning_rate, "training/loss": loss,
                 "training/grad_norm": grad_norm, **extra,
             }  # fmt: skip
             values: dict[str, Any] = {"step": step if type(step) is int and -MOST < step < MOST else self._whole(step)}
+            has_late, is_seen = type(values["step"]) is LateNumber, has_function_mode()
             for name, value in given.items():
-                number = value if type(value) is float else self._number("log_step", name, value)
-                if number is not None:
+                kind = type(value)
+                if kind is float:
+                    values[name] = value
+                elif kind is Tensor and not is_seen and value.is_cpu and not value.dim() and value.is_floating_point():
+                    values[name] = value.item()  # nothing to wait for
+                elif (number := self._number("log_step", name, value)) is not None:
                     values[name] = number
+                    has_late = has_late or type(number) is LateNumber
             if skip_wandb is not False:
                 values["skip_wandb"] = bool(self._number("log_step", "skip_wandb", skip_wandb))
-            self._steps.tell(values)
+            self.recorder.tell(values, has_late=has_late)
         except Exception as error:  # noqa: BLE001 - as `_harmless`, without the call in between
-            self._note_failure("log_step", error)
-        self._effort.own_ns += perf_counter_ns() - start_ns
+            self.run.fail("log_step", error)
+        self.run.effort.own_ns += perf_counter_ns() - start_ns
 
     def _number(self, where: str, name: str, value: Any) -> float | LateNumber | None:
         """What `float` makes of an argument, late if it is on a device; None, with one warning, if that is nothing."""
@@ -247,7 +326,7 @@ class TrainingMonitor(Lifetime):
 
     def _see_mask(self, mask: Any) -> None:
         try:
-            self._steps.see_mask(mask)
+            self.recorder.see_mask(mask)
         except Exception as error:  # noqa: BLE001 - as above
             self._refuse("log_step: attention_mask", error)
 
@@ -259,9 +338,9 @@ class TrainingMonitor(Lifetime):
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         message = f"{what} is left out whenever it is no number or name that is known ({reason[:200]})"
         logger.warning("%s", message)
-        self._event("warning", message=message)
+        self.run.event("warning", message=message)
 
-    @harmless
+    @_harmless
     def update_dataset_metrics(
         self,
         dataset_names: Sequence[str] | str,
@@ -271,9 +350,9 @@ class TrainingMonitor(Lifetime):
         predictions: Any = None,
     ) -> None:
         """Take in a batch's datasets: loss, accuracy and samples of each, accumulated on the device and read late."""
-        self._datasets.update(dataset_names, loss, logits, labels, predictions)
+        self.run.datasets.update(dataset_names, loss, logits, labels, predictions)
 
-    @harmless
+    @_harmless
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send numbers of your own to the record and to all sinks, at once."""
         values = self._numbers_of("log_metrics", metrics)
@@ -285,9 +364,10 @@ class TrainingMonitor(Lifetime):
         if isinstance(number, LateNumber):  # where it belongs must be known now
             self._refuse("log: step", ValueError("it is on a device"))
             number = None
-        self._steps.hand_over(Log({**line, "step": number}, metrics, number))
+        self.start_training()
+        self.recorder.hand_over(Log({**line, "step": number}, metrics, number))
 
-    @harmless
+    @_harmless
     def log_evaluation(
         self,
         step: int,
@@ -301,7 +381,7 @@ class TrainingMonitor(Lifetime):
         metrics |= {f"eval/{name}": value for name, value in more.items()}
         self._log({"kind": "event", "event": "evaluation", "metrics": metrics}, metrics, step)
 
-    @harmless
+    @_harmless
     def log_epoch(self, epoch: float, avg_loss: float, elapsed_time: float, current_step: int | None = None) -> None:
         """Record the end of an epoch, and send it to all sinks."""
         given = {"epoch": epoch, "avg_loss": avg_loss, "elapsed_time": elapsed_time}
@@ -310,11 +390,11 @@ class TrainingMonitor(Lifetime):
         metrics = {key: fields[name] for name, key in names.items() if fields[name] is not None}
         self._log({"kind": "event", "event": "epoch", **fields}, metrics, current_step)
 
-    @harmless
+    @_harmless
     def save_logs(self) -> None:
         """Write the run so far as one JSON document (`training_log.json`); rank 0 does it for the job."""
-        self._start()
-        self._read_back(lambda run: write_training_log(run, self.log_path))
+        self.run.start_now()
+        self.run.read_back(lambda run: write_training_log(run, self.log_path))
 
     def latest(self, wait_s: float = 0.0) -> dict[str, float]:
         """`perf/*` over the steps since the last call, as far as they are digested; empty when none are.
@@ -322,14 +402,44 @@ class TrainingMonitor(Lifetime):
         Args:
             wait_s: How long to wait for steps that are still on their way; 0 inside a training loop.
         """
-        if wait_s and self._worker is not None:
-            self._worker.drain(wait_s)
-        return self._digest.latest()
+        if wait_s and self.run.worker is not None:
+            self.run.worker.drain(wait_s)
+        return self.run.digest.latest()
 
     def __enter__(self) -> TrainingMonitor:
         self.start_training()
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self._failure = failure.__name__ if failure is not None else None
+        self.run.failure = failure.__name__ if failure is not None else None
         self.finish_training()
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    loader: Any = None,
+    output_dir: str | PathLike[str] = "runs/run",
+    config: str | PathLike[str] | Mapping[str, Any] | MonitorConfig | None = None,
+    accelerator: Any = None,
+    log: LogFunction | None = None,
+) -> TrainingMonitor:
+    """Monitor a loop by hooks alone: phases, steps and FLOPs without a line of code in it.
+
+    `log_step` is only needed to have loss and learning rate in the record too.
+
+    Args:
+        accelerator: The `Accelerator` or `Fabric` that prepared the model, where there is one.
+        log: Called with metrics and their step: `log=mlflow.log_metrics` (docs/logging.md).
+    """
+    if accelerator is not None:  # `watch` of the integration that carries the name of the framework which it comes from
+        framework = type(accelerator).__module__.partition(".")[0]
+        try:
+            watch_prepared = import_module(f"flopmeter.integrations.{framework}").watch
+        except (ImportError, AttributeError):
+            kind = f"{type(accelerator).__module__}.{type(accelerator).__qualname__}"
+            raise ConfigError(f"accelerator: accelerate's Accelerator or lightning's Fabric, not {kind}") from None
+        return cast(TrainingMonitor, watch_prepared(model, optimizer, loader, output_dir, config, accelerator, log))
+    monitor = TrainingMonitor(output_dir, config, model=model, optimizer=optimizer, loader=loader, log=log)
+    monitor.start_training()
+    return monitor

@@ -8,6 +8,7 @@ thread, also at the start and at the end, and is waited for only so long: a disk
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -17,17 +18,13 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from flopmeter.monitor.digest import BASICS, Delivery, StepRecord
+from flopmeter.monitor.digest import BASICS, Delivery
 from flopmeter.record import RunWriter
-from flopmeter.sinks import Sink, SinkContext, open_sink, takes_every_step
+from flopmeter.sinks import Sink, SinkContext, choice_of, open_sink, takes_every_step
 
 logger = logging.getLogger("flopmeter")
 
 MAX_QUEUED_STEPS = 10_000
-MAX_HELD_BYTES = 32 << 20
-"""What waiting steps may keep alive of the batches' masks; beyond it, masks are summed up before they are queued."""
-FEW_QUEUED = 16
-"""Waiting steps whose masks are not looked at."""
 MAX_QUEUED_LOGS = 1_000
 FREE_LOGS = 500
 """Logs that a sink gets whatever they cost: short runs are logged as asked."""
@@ -37,13 +34,12 @@ thread has it again before the other one is awake. Not fewer: each change of han
 WAKE_S = 0.5
 """One step by itself costs twice as much to digest as one of many: code and data are cold each time. Not longer: ranks
 tell each other of intervals as they are digested, and `latest` knows no others."""
-LATEST_WAKE_S = 2 * WAKE_S
-"""Where nobody says when it suits."""
-NEVER_NS = 1 << 62
 _BASICS = frozenset(BASICS)
-FIRST_SAMPLE_S, SAMPLE_S = 2.0, 10.0
+FIRST_SAMPLE_S, SAMPLE_S = 0.5, 10.0
 HAND_OVER_S = 0.005
 """What a step waits at most for this thread to take its turn, when `flush_every` is exceeded twice."""
+COMES_ROUND_S = 0.1
+"""What this thread is given, after somebody has waited in vain, to show that it goes on."""
 CLOSE_TIMEOUT_S = 10.0
 """What the disk is given at the end, and each sink: W&B takes a few seconds to open on a busy machine."""
 PAGES_TIMEOUT_S = 60.0
@@ -53,10 +49,6 @@ MAX_KNOWN_BAD = 1000
 
 
 _T = TypeVar("_T")
-
-
-def _ignore(item: Any) -> None:
-    """Nobody empties the queue."""
 
 
 class SinkThread:
@@ -122,10 +114,12 @@ class SinkThread:
         sink: Sink | None = None
         try:
             sink = self._sink = open_sink(self.name, self._context)
+            choose = choice_of(self.name, self._context.config)
             opening_s = time.thread_time()
             while (logs := self._queue.get()) is not None:
                 for step, metrics in logs:
-                    sink.log(step, metrics)
+                    if chosen := choose(metrics):
+                        sink.log(step, chosen)
                     self._num_taken += 1
                 self.cpu_s = time.thread_time() - opening_s
         except Exception as error:  # noqa: BLE001 - a broken sink is switched off; the run goes on
@@ -149,6 +143,8 @@ class Worker:
     Args:
         digest: Makes the run file's line of an item, and says what the sinks get of it.
         header: The run file's first line.
+        queue: What the training thread hands over: steps for `digest`, or finished lines.
+        end_batch: Called behind some steps that were digested one after the other. Must not raise.
         sample: Gives the machine's state; called now and then. Must not raise.
         sink_cpu_share: Share of one core that the logs of a sink may take; None sends all that are due.
     """
@@ -160,9 +156,11 @@ class Worker:
         context: SinkContext,
         digest: Callable[[Any], Delivery],
         header: Mapping[str, Any],
+        queue: deque[Any],
         *,
         flush_every: int,
         flush_s: float,
+        end_batch: Callable[[], None] = lambda: None,
         sample: Callable[[], Mapping[str, float]] | None = None,
         sink_cpu_share: float | None = None,
     ) -> None:
@@ -172,18 +170,17 @@ class Worker:
         """CPU time of this thread: it holds the interpreter while it works."""
         self._writer = writer
         self._sinks: list[SinkThread] = []
-        self._digest = digest
+        self._digest, self._end_batch = digest, end_batch
         self._flush_every = flush_every
         self._flush_s = flush_s
         self._sample = sample
         self._started_s = time.monotonic()
         self._next_sample_s = self._started_s + FIRST_SAMPLE_S
-        self._queue: deque[Any] = deque([header])
+        self.queue = queue
+        queue.appendleft(header)
         self._last_step = 0
         self.used: deque[Any] | None = None
         """Takes steps that hold memory which only the training thread may free."""
-        self.due_ns = 0
-        """When the clock (`perf_counter_ns`) is past it, `wake` is welcome."""
         self._wake = threading.Event()
         self._is_closing = False
         self._jobs: deque[Callable[[], None]] = deque()
@@ -194,6 +191,7 @@ class Worker:
         self._num_in_hand = 0
         """Items taken from the queue that are not on disk yet."""
         self._is_writing = False
+        self._num_unrecorded = 0
         self._bad_keys: set[str] = set()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="flopmeter", daemon=True)
@@ -204,38 +202,24 @@ class Worker:
             except RuntimeError as error:  # the process may have no more threads
                 logger.warning("the sink %s is switched off: %s", name, error)
 
-    def put(self, item: Any) -> None:
-        """Hand over an item: a step for `digest`, or a finished line. Never waits for the disk."""
-        num_queued = len(self._queue)
-        if num_queued >= MAX_QUEUED_STEPS:
-            self.num_dropped += 1
-            return
-        if num_queued >= FEW_QUEUED and type(item) is StepRecord and num_queued * item.held_bytes() > MAX_HELD_BYTES:
-            item.let_go()
-        self._queue.append(item)
-        if num_queued == self._flush_every:  # short steps: so many may be lost, no more
-            self.due_ns = 0
-        elif num_queued > self._flush_every:  # and nobody had a good moment
-            if not self._wake.is_set():
-                self._wake.set()
-            if num_queued + self._num_in_hand >= 2 * self._flush_every:
-                self._hand_over()
+    def catch_up(self) -> None:
+        """Called by the training thread when steps wait, to keep them few; it never waits for the disk.
 
-    def _hand_over(self) -> None:
-        """Leave the interpreter to this worker's thread, which has not had it for many short steps.
-
-        Not where it is the disk that takes the time: the training never waits for that.
+        Where they are short, this worker's thread may not have had the interpreter for many of them: then it is left to
+        it for a moment, unless it is the disk that takes the time.
         """
+        num_queued = len(self.queue)
+        while len(self.queue) > MAX_QUEUED_STEPS:
+            self.queue.pop()
+            self.num_dropped += 1
+        if num_queued < self._flush_every:
+            return
+        self._wake.set()
         end_s = time.monotonic() + HAND_OVER_S
-        while len(self._queue) + self._num_in_hand >= 2 * self._flush_every and time.monotonic() < end_s:
+        while len(self.queue) + self._num_in_hand >= 2 * self._flush_every and time.monotonic() < end_s:
             if self._is_writing or self._stuck_since_s or not self._thread.is_alive():
                 return
             time.sleep(BREATH_S)
-
-    def wake(self) -> None:
-        """Now is a good moment to work: this thread will not need the interpreter for a while."""
-        self.due_ns = NEVER_NS
-        self._wake.set()
 
     @property
     def own_cpu_s(self) -> float:
@@ -262,8 +246,13 @@ class Worker:
         None when it takes too long; then it may still be done later, and nobody is kept waiting again until this
         thread has come round. What the job raises is raised here.
         """
-        if os.getpid() != self._pid or self._stuck_since_s:
+        if os.getpid() != self._pid:
             return None
+        end_s = time.monotonic() + COMES_ROUND_S
+        while self._stuck_since_s:
+            if time.monotonic() > end_s:
+                return None
+            time.sleep(BREATH_S)
         answers: list[_T] = []
         errors: list[Exception] = []
         is_done = threading.Event()
@@ -289,12 +278,6 @@ class Worker:
             raise errors[0]
         return answers[0]
 
-    def abandon(self) -> None:
-        """In a forked child, which has no such thread: nothing is kept any more."""
-        self._queue.clear()
-        self.num_dropped = 0
-        self.put = _ignore  # type: ignore[method-assign]
-
     def close(self, last: Iterable[Any] = (), then: Callable[[], None] | None = None, timeout_s: float = 0.0) -> bool:
         """Write everything, then the `last` lines, and let the sinks go; says whether the record is on disk.
 
@@ -309,8 +292,10 @@ class Worker:
         if self.num_dropped:
             message = f"{self.num_dropped} lines lost: steps came faster than they could be written"
             logger.warning("%s", message)
-            self._queue.append({"kind": "event", "event": "warning", "time": time.time(), "message": message})
-        self._queue.extend(last)
+            self.queue.append({"kind": "event", "event": "warning", "time": time.time(), "message": message})
+        if self._num_unrecorded > 1:
+            logger.warning("%d steps were not recorded", self._num_unrecorded)
+        self.queue.extend(last)
         self._then = then
         self._is_closing = True
         self._wake.set()
@@ -340,12 +325,13 @@ class Worker:
         num_unflushed, last_flush_s = 0, time.monotonic()
         while True:
             is_closing = self._is_closing
+            now_s = time.monotonic()
+            if now_s >= self._next_sample_s or (is_closing and now_s - self._started_s > FIRST_SAMPLE_S):
+                # Two samples make a rate: a short run needs them early, and every run one at its end.
+                self._next_sample_s = math.inf if is_closing else now_s + min(SAMPLE_S, now_s - self._started_s)
+                self._take_sample()
             num_unflushed += self._work()
             now_s = time.monotonic()
-            if now_s >= self._next_sample_s and not is_closing:
-                # Two samples make a rate, so a short run needs its second one early.
-                self._next_sample_s = now_s + min(SAMPLE_S, now_s - self._started_s)
-                self._take_sample()
             is_full = num_unflushed >= self._flush_every or now_s - last_flush_s >= self._flush_s
             is_asked = bool(self._jobs)
             if (num_unflushed and is_full) or is_closing or is_asked:
@@ -356,15 +342,14 @@ class Worker:
                 self._num_in_hand = 0
             self.cpu_s = time.thread_time()
             self._stuck_since_s = 0.0
-            while self._jobs and not self._queue:
+            while self._jobs and not self.queue:
                 self._jobs.popleft()()
-            if is_closing and not self._queue:
+            if is_closing and not self.queue:
                 self._end()
                 return
-            is_behind = len(self._queue) >= self._flush_every  # short steps fill the queue faster than we wake
+            is_behind = len(self.queue) >= self._flush_every  # short steps fill the queue faster than we wake
             if not (is_behind or is_asked or is_closing):
-                self.due_ns = time.perf_counter_ns() + round(WAKE_S * 1e9)
-                self._wake.wait(LATEST_WAKE_S)
+                self._wake.wait(WAKE_S)
                 self._wake.clear()
 
     def _end(self) -> None:
@@ -376,26 +361,27 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - the record is whole; the reason is logged
                 logger.warning("closing the run: %s: %s", type(error).__name__, error)
 
-    def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> None:
+    def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> Delivery | None:
+        """Write an item, and collect what is due to the sinks that do not show every step."""
         if isinstance(item, Mapping):
             self._writer.write(item)
-            return
+            return None
         delivery = self._digest(item)
+        for line in delivery.before:
+            self._writer.write(line)
         self._writer.write(delivery.line)
         if not self._sinks:
-            return
+            return None
         with suppress(Exception):  # a step that the user numbered with something else: the last one does
             if abs(step := int(delivery.step)) < LARGEST_STEP:
                 self._last_step = step
-        all_metrics = metrics = self._numbers(delivery.all_metrics)
-        if delivery.metrics is not delivery.all_metrics:
-            metrics = self._numbers(delivery.metrics)
+        metrics: Mapping[str, float] | None = None
         for sink in self._sinks:
-            if sink.takes_every_step:
-                if all_metrics:
-                    logs[sink.name] = [(self._last_step, all_metrics)]  # who shows the present wants the newest
-            elif metrics and sink.name not in delivery.skipped_sinks and sink.has_time_for(metrics):
-                logs.setdefault(sink.name, []).append((self._last_step, metrics))
+            if not sink.takes_every_step and sink.name not in delivery.skipped_sinks:
+                metrics = self._numbers(delivery.metrics) if metrics is None else metrics
+                if metrics and sink.has_time_for(metrics):
+                    logs.setdefault(sink.name, []).append((self._last_step, metrics))
+        return delivery if delivery.has_metrics else None
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> Mapping[str, float]:
         """The door to all sinks: what is no number, or has no name, stays outside, with one warning."""
@@ -428,24 +414,30 @@ class Worker:
         if metrics:
             self._writer.write({"kind": "event", "event": "resources", "time": time.time(), "metrics": metrics})
             for sink in self._sinks:
-                if not sink.takes_every_step:
+                if not sink.takes_every_step and not self._is_closing:  # what is logged last is a step
                     sink.log([(self._last_step, metrics)])
 
     def _work(self) -> int:
         """Digest what is queued; an item that cannot be digested costs only itself."""
         num_lines = 0
         logs: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
-        while self._queue and num_lines < self._flush_every:
+        newest: Delivery | None = None
+        while self.queue and num_lines < self._flush_every:
             if num_lines:
                 time.sleep(BREATH_S)
-            num_items = min(STEPS_AT_ONCE, len(self._queue), self._flush_every - num_lines)
+            num_items = min(STEPS_AT_ONCE, len(self.queue), self._flush_every - num_lines)
             self._num_in_hand += num_items
-            items = [self._queue.popleft() for _ in range(num_items)]
+            items = [self.queue.popleft() for _ in range(num_items)]
             for item in items:
                 try:
-                    self._deliver(item, logs)
+                    newest = self._deliver(item, logs) or newest
                 except Exception as error:  # noqa: BLE001 - one bad step must not end the record
-                    logger.warning("a step was not recorded: %s: %s", type(error).__name__, error)
+                    self._num_unrecorded += 1
+                    if self._num_unrecorded == 1:
+                        message = f"a step was not recorded: {type(error).__name__}: {error}"
+                        logger.warning("%s", message)
+                        self._writer.write({"kind": "event", "event": "warning", "message": message})
+            self._end_batch()
             num_lines += num_items
             if self.used is not None and (lent := [item for item in items if getattr(item, "has_copies", False)]):
                 self.used.append(lent)
@@ -454,4 +446,13 @@ class Worker:
         for sink in self._sinks:
             if sink.name in logs:
                 sink.log(logs[sink.name])
+        if newest is not None and any(sink.takes_every_step for sink in self._sinks):
+            try:
+                shown = self._numbers(newest.all_metrics)
+            except Exception as error:  # noqa: BLE001 - as above
+                logger.warning("a step was not shown: %s: %s", type(error).__name__, error)
+                return num_lines
+            for sink in self._sinks:
+                if sink.takes_every_step and shown:  # who shows the present wants the newest
+                    sink.log([(self._last_step, shown)])
         return num_lines

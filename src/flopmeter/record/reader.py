@@ -1,4 +1,8 @@
-"""What does a run file say, however torn, foreign or large it may be?"""
+"""What does a run file say, however torn, foreign or large it may be?
+
+The steps of a run have much the same keys. A line that is as usual is decoded straight into numbers by key; whatever is
+unusual is read with patience. Rows are dealt out to their columns many at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import operator
 import os
 import stat
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -18,10 +22,26 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
 import msgspec
 
-from flopmeter.columns import open_regular, stretches, tamed
+from flopmeter.columns import at, finite, mapping, number_or_nan, open_regular, stretches, tamed, tamed_column
 from flopmeter.errors import RecordError
-from flopmeter.metrics import MEASURED, UTILISATIONS, WORK, flop_per_s, rate_columns, summarise, utilisation_columns
-from flopmeter.record.rows import Rows, number, usual_step
+from flopmeter.metrics import (
+    COUNTS,
+    DOUBT,
+    FIELDS,
+    MAX_LAWS,
+    MEASURED,
+    OTHER_FLOP,
+    ROW,
+    ROW_NAMES,
+    UTILISATIONS,
+    WORK,
+    flop_per_s,
+    job_columns,
+    rate_columns,
+    summarise,
+    utilisation_columns,
+    work_columns,
+)
 from flopmeter.schema import RUN_FILE, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -29,9 +49,16 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 4 << 20
 MAX_COLUMNS = 4096
+MIN_COVERAGE = 0.97
+"""With less of the work counted, MFU is at least what it says."""
 MAX_EVENTS = 100_000
 MAX_LINES_WITHOUT_HEADER = 1000
 LARGEST_STEP = 1 << 62
+_COLUMNS = tuple(ROW + name for name in ROW_NAMES)
+LOOP = ("training/loss", "training/lr", "training/epoch", "training/grad_norm")
+"""What a loop tells of nearly every step: a line has them without their names, as many of the first as it has."""
+LARGEST_FACTOR = 1e9
+_JOB = ("flop", "tokens", "samples", "devices")
 LATEST_S = 1 << 33
 """A Unix time beyond it (the year 2242) is a mistake."""
 
@@ -56,6 +83,8 @@ class Header:
     """Class of the model."""
     num_parameters: int = 0
     """Parameters of the model, frozen ones included."""
+    num_trainable: int = 0
+    """Those of them that are trained; 0 in a record that does not say."""
     device: str = ""
     """Device name as the driver gives it."""
     peak: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +95,8 @@ class Header:
     """What counts as a model FLOP: exact or full."""
     versions: Mapping[str, Any] = field(default_factory=dict)
     """Versions of flopmeter, torch and Python."""
+    price_per_device_hour: float = math.nan
+    """What an hour of one device costs, in the user's currency; NaN where nobody said."""
     off: list[str] = field(default_factory=list)
     """What could not be attached, or is off with this torch, and why: one line each."""
 
@@ -119,16 +150,34 @@ class Run:
         """What MFU is held against, by dtype, as headers and events say: the newest counts."""
         return {dtype: peak for _, peaks in self.turns for dtype, peak in peaks.items()}
 
-    def derived(self, peaks: Mapping[str, float]) -> Run:
-        """The same run held against other peaks, in FLOP/s by dtype; those that are not given stay.
+    @property
+    def dtypes(self) -> list[str]:
+        """Of the FLOPs in it."""
+        return sorted({key.rpartition("/")[2] for key in self.work if "/" in key} | self.peaks.keys())
+
+    def derived(self, peaks: Mapping[str, float], convention: str | None = None) -> Run:
+        """The same run held against other peaks, in FLOP/s by dtype, or under another convention; what is not given
+        stays.
 
         A step whose FLOPs are not in the record has no MFU then. Events stay as they were recorded: one that tells of a
         fall in MFU names that of the old peaks.
         """
-        told = {"device": self.header.device, "source": "user", "note": "stated when the run was read"}
-        stated = {dtype: {**told, "flop_per_s": peak} for dtype, peak in peaks.items()}
+        whose = {"device": self.header.device, "source": "user", "note": "stated when the run was read"}
+        stated = {dtype: {**whose, "flop_per_s": peak} for dtype, peak in peaks.items()}
         turns = [(place, {**found, **stated}) for place, found in self.turns or [(0, {})]]
-        run = replace(self, turns=turns, columns={k: v for k, v in self.columns.items() if k not in UTILISATIONS})
+        dependent = {*UTILISATIONS, "perf/model_flop"} if self.work else UTILISATIONS
+        said = [f"peak of {dtype}: {peak:g} FLOP/s" for dtype, peak in peaks.items()]
+        said += [f"convention: {convention}"] if convention is not None else []
+        told = {"kind": "event", "event": "warning", "message": f"stated when the run was read: {'; '.join(said)}"}
+        run = replace(
+            self,
+            turns=turns,
+            events=[*self.events, told],
+            columns={k: v for k, v in self.columns.items() if k not in dependent},
+        )
+        if convention not in (None, self.header.convention or "exact"):
+            run.headers = [*self.headers[:-1], replace(self.header, convention=convention)]
+            run.work = _under_other_convention(self.work, is_full=convention == "full")
         run._derive()
         if self.summary is not None:
             run.summary = {**self.summary, "metrics": run.sum_up()}
@@ -139,9 +188,26 @@ class Run:
         turns = [(place, flop_per_s(peaks)) for place, peaks in self.turns]
         self.columns |= utilisation_columns(self.work, self.column("perf/step_time"), turns)
 
-    def sum_up(self) -> dict[str, float]:
-        """The newest start in a few numbers."""
-        return summarise(self.columns, [place for place in self.steady() if place >= (self.starts or [0])[-1]])
+    def sum_up(self, parts: Sequence[range] | None = None, keys: Collection[str] = ()) -> dict[str, float]:
+        """The steps of these stretches in a few numbers; by default all of the newest start's steady steps."""
+        if parts is None:
+            first = (self.starts or [0])[-1]
+            parts = [range(max(part.start, first), part.stop) for part in self.steady_stretches() if part.stop > first]
+        wanted = keys or [key for key in self.columns if key.startswith("perf/")]
+        columns = {key: at(self.columns[key], parts) for key in wanted if key in self.columns}
+        return summarise(columns, range(sum(map(len, parts)))) | self._doubt(parts)
+
+    def _doubt(self, parts: Sequence[range]) -> dict[str, float]:
+        """What `metrics.certainty` asks: how far off the FLOPs of these steps may be, and whether some are missing."""
+        flop, doubts, found = at(self.column("perf/model_flop"), parts), self.work.get(DOUBT), {}
+        if doubts is not None and (total := sum(finite(flop))):
+            pairs = zip(flop, at(doubts, parts), strict=True)
+            found["flop_doubt"] = sum(of * doubt for of, doubt in pairs if doubt > 0 and of == of) / total
+        count = self.last("count")
+        is_less = number_or_nan(count.get("coverage")) < MIN_COVERAGE and "twin" not in str(count.get("method"))
+        if count.get("uncounted") or is_less:
+            found["uncounted"] = 1.0
+        return found
 
     def column(self, key: str) -> array[float]:
         """One value per step of the metric `key`; all NaN when the run has none."""
@@ -174,6 +240,19 @@ class Run:
         return waterfall(self, start, stop)
 
 
+def _under_other_convention(work: Mapping[str, array[float]], *, is_full: bool) -> dict[str, array[float]]:
+    """FLOPs with the model's and those of the other convention in each other's place."""
+    model, other, processed = (f"{ROW}{kind}/" for kind in ("model_flop", OTHER_FLOP, "processed_flop"))
+    found = {key: values for key, values in work.items() if not key.startswith((model, other, processed))}
+    for key, values in work.items():
+        if key.startswith(other):
+            dtype = key.removeprefix(other)
+            found |= {f"{model}{dtype}": values} | ({f"{processed}{dtype}": values} if is_full else {})
+        elif key.startswith(model):
+            found[f"{other}{key.removeprefix(model)}"] = values
+    return found
+
+
 def load_run(path: str | Path) -> Run:
     """Read a run file, or the `run.jsonl` of a folder; what is unsound is skipped and named in `Run.skipped`.
 
@@ -204,11 +283,11 @@ def nearest_run(path: Path) -> str:
     return ""
 
 
-def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], float]:
-    """What is at the path of a run that is about to begin, and when that began (Unix time).
+def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], float, int | None]:
+    """What is at the path of a run that is about to begin, when that began (Unix time), and its last step.
 
-    Nothing ("", also a pipe or a device, of which nothing is read), a run that goes on or was killed, one that has
-    ended, or a file that this version cannot read: of another schema, or without a header in front.
+    Nothing ("", also a pipe or a device, of which nothing is read), a run that goes on, was killed or failed, one that
+    has ended, or a file that this version cannot read: of another schema, or without a header in front.
 
     Raises:
         OSError: It cannot be read.
@@ -216,11 +295,11 @@ def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], flo
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return "", 0.0
+        return "", 0.0, None
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         os.close(descriptor)
-        return "", 0.0
+        return "", 0.0, None
     with os.fdopen(descriptor, "rb") as file:
         first = _object(file.readline(MAX_LINE_BYTES + 1))
         file.seek(max(status.st_size - MAX_LINE_BYTES, 0))
@@ -229,8 +308,10 @@ def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], flo
     if not isinstance(started_at, (int, float)) or not 0 < started_at < LATEST_S:
         started_at = status.st_mtime
     if first.get("kind") != "header" or first.get("schema") != SCHEMA_VERSION:
-        return "foreign", started_at
-    return ("ended" if last.get("kind") == "summary" else "running"), started_at
+        return "foreign", started_at, None
+    has_ended = last.get("kind") == "summary" and last.get("failure") in (None, "KeyboardInterrupt")
+    last_step = last.get("last_step")
+    return ("ended" if has_ended else "running"), started_at, last_step if isinstance(last_step, int) else None
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -240,6 +321,84 @@ def _object(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         line = None
     return line if isinstance(line, dict) else {}
+
+
+MAX_WAITING = 1 << 17
+"""Values that wait to be dealt out to their columns."""
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class StepLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """The line of a step; a field that is not named here would make every line unusual."""
+
+    kind: Literal["step"]
+    step: Any  # the reader has its own idea of what a step number is
+    time: float = math.nan
+    row: list[float] = []
+    loop: list[float | str] = []
+    metrics: dict[str, float | str | None] = {}
+    marks: Any = None
+
+
+_step_decoder = msgspec.json.Decoder(StepLine)
+
+
+def usual_step(raw: bytes) -> StepLine | None:
+    """The line of a step; None for any other line, or one that wants a closer look."""
+    try:
+        return _step_decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class Rows:
+    """Fills columns, row by row. All of them are equally long after `deal`."""
+
+    def __init__(self, columns: dict[str, array[float]], max_columns: int) -> None:
+        self._columns = columns
+        self._max_columns = max_columns
+        self._empty: dict[str, float] = {}  # the row of a step without metrics; its order is that of the columns
+        self._waiting = array("d")
+        self._num_rows = 0
+
+    def add(self, metrics: Mapping[str, Any]) -> bool:
+        """One more row with whatever keys; says whether there was a column for each of them."""
+        row, is_all = {**self._empty, **metrics}, True
+        if len(row) > len(self._empty):
+            self.deal()
+            for key in list(row)[len(self._empty) : self._max_columns]:
+                self._empty[key] = math.nan
+                self._columns[key] = array("d", [math.nan]) * self._num_rows
+            is_all = len(row) == len(self._empty)
+            row = {key: row[key] for key in self._empty}
+        try:
+            values = array("d", list(row.values()))
+        except (TypeError, OverflowError):
+            values = array("d", map(number, row.values()))
+        self._num_rows += 1
+        self._waiting.extend(values)
+        if len(self._waiting) >= MAX_WAITING:
+            self.deal()
+        return is_all
+
+    def deal(self) -> None:
+        """Give each column its part of the rows that wait."""
+        for place, key in enumerate(self._empty):
+            self._columns[key].extend(tamed_column(self._waiting[place :: len(self._empty)]))
+        self._waiting = array("d")
+
+
+def number(value: Any) -> float:
+    """The value as a float, NaN where it is none: a record may hold anything."""
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, math.nan)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.nan
+    return math.nan
 
 
 class RunReader:
@@ -253,6 +412,8 @@ class RunReader:
         self._bad: dict[str, list[int]] = {}
         self._written: dict[str, array[float]] = {}
         self._rows = Rows(self._written, MAX_COLUMNS)
+        self._laws: dict[float, dict[str, Any]] = {}
+        self._jobs: list[tuple[int, dict[str, float]]] = [(0, {})]
 
     def read(self, file: BinaryIO) -> Run:
         """Read a whole file.
@@ -265,7 +426,7 @@ class RunReader:
                 break
         if not self.run.headers:
             raise RecordError(f"{self.run.path} is not a flopmeter run file: it has no header line")
-        self.settle()
+        self.settle(is_last=True)
         return self.run
 
     def take(self, raw: bytes) -> bool:
@@ -281,14 +442,26 @@ class RunReader:
         """Whether so much went by without a header that this is no run file."""
         return (self._num_lines >= MAX_LINES_WITHOUT_HEADER or self._has_overlong) and not self.run.headers
 
-    def settle(self) -> None:
-        """Derive what follows from the rows so far, and name what was skipped; more lines may follow."""
+    def settle(self, *, is_last: bool = False) -> None:
+        """Derive what follows from the rows so far, and name what was skipped.
+
+        Args:
+            is_last: No more lines follow: what the rows held is let go as soon as all was derived from it.
+        """
         self._rows.deal()
-        run, rows = self.run, self._written
+        run = self.run
+        convention = "full" if run.headers and run.header.convention == "full" else "exact"
+        rows = job_columns(self._written | work_columns(self._served(), self._laws, convention), self._jobs)
+        if is_last:
+            self._written.clear()
+            for name in {"law", *FIELDS}.difference(COUNTS):  # what FLOPs are derived from, and rates are not
+                rows.pop(ROW + name, None)
         run.work = {key: values for key, values in rows.items() if key.startswith(WORK)}
         run.columns = {key: rows[key] for key in rows if key not in MEASURED and key not in run.work}
         if found := rate_columns(rows, run.time, run.starts):
             run.columns |= {"global_step": array("d", run.step), **found}
+        if is_last:
+            rows.clear()
         if run.work:
             run._derive()
         self.run.skipped.clear()
@@ -296,10 +469,48 @@ class RunReader:
             others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             self.run.skipped.append(f"skipped line {numbers[0]}{others}: {problem}")
 
+    def _served(self) -> dict[str, array[float]]:
+        """The rows with the laws that serve them: a count also serves the estimated steps before it, back to the last
+        change of the model.
+        """
+        counted = [(number, law) for number, law in self._laws.items() if not law["is_estimate"]]
+        serves = {
+            number: next((own for own, of in counted if of["state"] == law["state"] and of["kinds"] >= law["kinds"]
+                          and own // MAX_LAWS == number // MAX_LAWS), number)
+            for number, law in self._laws.items() if law["is_estimate"]
+        }  # fmt: skip
+        if all(number == own for number, own in serves.items()):
+            return self._written
+        numbers = array("d", [serves.get(number, number) for number in self._written[f"{ROW}law"]])
+        return {**self._written, f"{ROW}law": numbers}
+
+    def _law(self, line: dict[str, Any]) -> str | None:
+        law = line.get("law")
+        if type(law) is not int or not 0 < law < MAX_LAWS:
+            return "a law without a number"
+        kinds = line.get("kinds")
+        found: dict[str, Any] = {"state": line.get("state"), "is_estimate": line.get("is_estimate") is True}
+        found["kinds"] = frozenset(map(str, kinds)) if isinstance(kinds, list) else frozenset()
+        for name in ("exact", "full", "hardware", "processed"):
+            found[name] = {
+                dtype: {own: number(flop) for own, flop in mapping(parts).items() if own in _GROWS_WITH}
+                for dtype, parts in mapping(line.get(name)).items()
+            }
+        self._laws[float(MAX_LAWS * len(self.run.headers) + law)] = found
+        return None
+
+    def _job(self, line: dict[str, Any]) -> str | None:
+        factors = {name: number(line.get(name)) for name in _JOB}
+        if not all(0 < factor < LARGEST_FACTOR for factor in factors.values()):
+            return "a job without its size"
+        self._jobs.append((len(self.run), factors))
+        return None
+
     def _taken(self, raw: bytes) -> str | None:
         usual = usual_step(raw) if self.run.headers and len(raw) <= MAX_LINE_BYTES else None
         if usual is not None and _is_step_number(usual.step):  # as nearly all lines of a long run are
-            return self._add_step(usual.step, usual.time, usual.marks, usual.metrics)
+            metrics = {**dict(zip(LOOP, usual.loop, strict=False)), **usual.metrics} if usual.loop else usual.metrics
+            return self._add_step(usual.step, usual.time, usual.marks, usual.row, metrics)
         if not raw.strip():
             return None
         if len(raw) > MAX_LINE_BYTES:
@@ -309,7 +520,7 @@ class RunReader:
             line = _parse(raw)
         except (ValueError, RecursionError):
             return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
-        if not isinstance(line, dict) or line.get("kind") not in ("header", "step", "event", "summary"):
+        if not isinstance(line, dict) or line.get("kind") not in _KINDS_OF_LINES:
             return "of no known kind"
         if not self.run.headers and line["kind"] != "header":
             return "before any header"
@@ -326,7 +537,7 @@ class RunReader:
         if schema != SCHEMA_VERSION or isinstance(schema, bool):
             raise RecordError(
                 f"{self.run.path} has run-file schema {str(schema)[:40]}; this flopmeter reads {SCHEMA_VERSION}: "
-                f"use the flopmeter that wrote it"
+                + ("flopmeter 0.1 reads it" if schema == 1 else "use the flopmeter that wrote it")
             )
         known: dict[str, Any] = {}
         for name, spec in Header.__dataclass_fields__.items():
@@ -338,17 +549,28 @@ class RunReader:
         peaks = {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
         self.run.turns.append((len(self.run), peaks))
         self.run.starts.append(len(self.run))
+        self._jobs.append((len(self.run), {}))
         self.run.summary = None
         return None
 
     def _step(self, line: dict[str, Any]) -> str | None:
-        step, metrics = line.get("step"), line.get("metrics")
-        if not _is_step_number(step) or not isinstance(metrics, dict):
+        step, row, metrics = line.get("step"), line.get("row", []), line.get("metrics", {})
+        loop = line.get("loop", [])
+        if not _is_step_number(step) or not isinstance(metrics, dict) or not isinstance(row, list):
             return "a step without number or metrics"
-        numbers = {key: number(value) for key, value in metrics.items()}
-        return self._add_step(step, number(line.get("time")), line.get("marks"), numbers)
+        told = dict(zip(LOOP, loop, strict=False)) if isinstance(loop, list) else {}
+        numbers = {key: number(value) for key, value in {**told, **metrics}.items()}
+        return self._add_step(step, number(line.get("time")), line.get("marks"), list(map(number, row)), numbers)
 
-    def _add_step(self, step: int, time_s: float, marks: Any, metrics: Mapping[str, Any]) -> str | None:
+    def _add_step(
+        self, step: int, time_s: float, marks: Any, row: list[float], metrics: Mapping[str, Any]
+    ) -> str | None:
+        if row:
+            row[0] += MAX_LAWS * len(self.run.headers)
+            measured = dict(zip(_COLUMNS, row, strict=False))
+            if not min(row) >= 0:
+                measured = {name: amount for name, amount in measured.items() if amount >= 0}
+            metrics = {**measured, **metrics}
         if isinstance(marks, list) and marks:
             self.run.marks[len(self.run.step)] = tuple(str(mark) for mark in marks)
         self.run.step.append(step)
@@ -373,6 +595,8 @@ class RunReader:
         return None
 
 
+_KINDS_OF_LINES = ("header", "step", "law", "job", "event", "summary")
+_GROWS_WITH = frozenset(("once", *FIELDS))
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "int": int, "str": str, "float": (int, float), "Mapping": dict, "list": list,
 }  # fmt: skip

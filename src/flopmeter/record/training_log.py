@@ -1,9 +1,10 @@
-"""The run as one ordinary JSON document, for scripts that expect a `training_log.json`."""
+"""The run as one ordinary JSON document, for scripts that expect a `training_log.json`, or as a table of its steps."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,23 @@ from flopmeter.record.writer import replace_file
 def write_training_log(run: Run, path: Path) -> None:
     """Write `step_logs`, `epoch_logs`, `evaluation_logs` and `total_training_time` (seconds), atomically."""
     replace_file(path, lambda file: json.dump(training_log(run), file, allow_nan=False, indent=1))
+
+
+def steps_as_text(run: Run, format: str) -> Iterator[str]:
+    """A line for every step with all that follows from it; as csv with a line of names in front, or as JSON objects."""
+    if format == "csv":
+        yield ",".join(_quoted(name) for name in ("step", "time", "marks", *run.columns))
+    for place in range(len(run)):
+        if format == "csv":
+            values = ("" if math.isnan(column[place]) else repr(column[place]) for column in run.columns.values())
+            yield ",".join((str(run.step[place]), repr(run.time[place]), " ".join(run.marks.get(place, ())), *values))
+        else:
+            marks = {"marks": run.marks[place]} if place in run.marks else {}
+            yield json.dumps({**_step_log(run, place), "time": run.time[place]} | marks)
+
+
+def _quoted(name: str) -> str:
+    return '"{}"'.format(name.replace('"', '""')) if any(sign in name for sign in ',"\r\n') else name
 
 
 def training_log(run: Run) -> dict[str, Any]:

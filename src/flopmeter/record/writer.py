@@ -10,12 +10,13 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
-from flopmeter.record.reader import look_at
+from flopmeter.record.reader import LOOP, look_at
 
 try:
     import fcntl
@@ -53,6 +54,9 @@ def _leave_to_parent() -> None:
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables by which a launcher says how often it has started this job again."""
+
 
 class RunWriter:
     """Appends lines to a run file; whatever the disk does, it never raises and its memory stays bounded.
@@ -80,14 +84,20 @@ class RunWriter:
         self.is_refused = False
         """Whether another process that is alive writes the file: then nothing is written here."""
         self._num_lost_files = 0
+        self._aside: tuple[Path, int | None] | None = None
+        """Where the run is now that was here and had ended, and its last step, until our first step is known."""
+        self._first_step: Any = None
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Queue one line for the next flush."""
         if self.is_refused:
             return
-        data = encode(line)
-        if line.get("kind") == "header":
+        kind = line.get("kind")
+        data = encode(without_names(line) if kind == "step" else line)
+        if kind == "header":
             self._header = data
+        elif self._first_step is None and kind == "step":
+            self._first_step = line.get("step")
         if len(self._pending) + len(data) > self._max_pending_bytes:
             self.num_dropped += 1
             return
@@ -100,6 +110,8 @@ class RunWriter:
                 self._begin_anew(what)
             if self._fd is None and not self.is_refused:
                 self._open()
+            if self._aside is not None and self._first_step is not None:
+                self._judge_first_step(*self._aside)
             self._drain()
         except OSError as error:
             self._warn(error)
@@ -156,14 +168,30 @@ class RunWriter:
                     "%s is being written by another process: nothing is measured here; give each run an output_dir of "
                     "its own, and call init_process_group before the first forward pass", self.path,
                 )  # fmt: skip
-            elif not make_way(self.path):
+            elif (aside := make_way(self.path)) is None:
                 break
+            else:
+                self._aside = aside
             self._let_go()
             if self.is_refused:
                 return
         if self._num_bytes and os.pread(self._fd, 1, self._num_bytes - 1) != b"\n":
             # A killed run left half a line: close it, so that only that line is lost.
             self._pending[:0] = b"\n"
+
+    def _judge_first_step(self, aside: Path, last_step: int | None) -> None:
+        """A first step that goes on from the last one of the run that was here makes ours a restart of it."""
+        self._aside = None
+        if last_step is None or self._first_step != last_step + 1:
+            return
+        logger.info("%s goes on with step %s", self.path, self._first_step)
+        self._pending[:0] = self.path.read_bytes()
+        self._let_go()
+        os.replace(aside, self.path)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        status = os.fstat(self._fd)
+        self._identity, self._num_bytes = (status.st_dev, status.st_ino), status.st_size
+        self._lock()
 
     def _what_happened(self) -> str:
         """What somebody did to the file since the last flush: nothing, as a rule."""
@@ -204,29 +232,27 @@ class RunWriter:
             logger.warning("cannot write the run file %s (%s); training goes on, will try again", self.path, error)
 
 
-def make_way(path: Path) -> bool:
+def make_way(path: Path) -> tuple[Path, int | None] | None:
     """Look at what is at the path of a run that begins: it may go on there, or the old file gets another name.
 
-    The newest run is always at the known path, and a file that this version cannot read is never appended to. Gives
-    whether it was renamed.
+    The newest run is always at the known path. A run that was killed, that failed or that the launcher starts again
+    goes on; one that has ended makes way, and so does a file that this version cannot read. Gives where the old file is
+    now and the last step of the run in it.
     """
-    found, started_at = look_at(path)
-    if found == "ended":
-        folder = path.parent
-        with suppress(ValueError, OSError):  # it lies elsewhere, or the current folder is gone
-            folder = folder.relative_to(Path.cwd())
-        logger.warning(
-            "%s holds a run that has ended; this one is added to it, as after a restart: give each run an "
-            "output_dir of its own to keep them apart", folder,
-        )  # fmt: skip
-    elif found == "foreign":
-        start = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started_at))
-        names = (f"{path.stem}.{start}{more}{path.suffix}" for more in ("", *(f"-{n}" for n in range(2, 1000))))
-        aside = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
-        path.rename(aside)
-        logger.warning("%s was no run file that can be continued: it is now %s", path, aside.name)
-        return True
-    return False
+    found, started_at, last_step = look_at(path)
+    is_restart = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
+    if found in ("", "running") or (found == "ended" and is_restart):
+        return None
+    start = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started_at))
+    names = (f"{path.stem}.{start}{more}{path.suffix}" for more in ("", *(f"-{n}" for n in range(2, 1000))))
+    aside = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+    path.rename(aside)
+    folder = path.parent
+    with suppress(ValueError, OSError):  # it lies elsewhere, or the current folder is gone
+        folder = folder.relative_to(Path.cwd())
+    was = "a run that has ended" if found == "ended" else "no run file that can be continued"
+    logger.warning("%s was %s: it is now %s", folder / path.name, was, aside.name)
+    return aside, last_step
 
 
 def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:
@@ -240,6 +266,17 @@ def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def without_names(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The line of a step as it is written: what the loop tells of nearly every step needs no names."""
+    metrics, packed = line.get("metrics") or {}, {**line}
+    if loop := [metrics[key] for key in takewhile(metrics.__contains__, LOOP)]:
+        del packed["metrics"]
+        packed["loop"] = loop
+        if rest := {key: value for key, value in metrics.items() if key not in LOOP[: len(loop)]}:
+            packed["metrics"] = rest
+    return packed
 
 
 def encode(line: Mapping[str, Any]) -> bytes:

@@ -1,11 +1,11 @@
-"""How does a run look to a reader? One file in this folder per format, named as users write it after `--format`.
+"""How does a run look to a reader? `report_of` says what there is to tell; one file in this folder per format.
 
     from flopmeter import load_run, write_report
 
     write_report(load_run("runs/mine"), "report.html")
 
-Each format has a function `render(facts) -> str`. The facts are computed once (`_facts`), so that every format, the
-live page and the terminal say the same.
+Each format is a file with a function `render(report) -> str`, named as users write it after `--format`. All of them
+render the same `Report`, so that the page, the live page, Markdown, JSON and the terminal say the same.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import logging
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flopmeter.errors import ConfigError, FlopmeterError, MissingLibraryError
+from flopmeter.errors import ConfigError, FlopmeterError
 
 if TYPE_CHECKING:
     from flopmeter.record import Run
+    from flopmeter.report._model import Report
 
 logger = logging.getLogger("flopmeter")
 
@@ -29,33 +30,26 @@ MAX_STEPS_AT_END = 50_000
 
 
 def available_formats() -> list[str]:
-    """Names that `--format` accepts."""
+    """Names that `write_report` takes."""
     return sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def check_format(format: str) -> None:
-    """Refuse a name that is no format, with those that are."""
-    if format not in available_formats():
-        raise ConfigError(f"there is no report format {format!r}; there are: {', '.join(available_formats())}")
+def report_of(run: Run, start: int | None = None, stop: int | None = None) -> Report:
+    """All that a report shows of a run, or of its steps at positions `start` up to `stop`."""
+    from flopmeter.report import _model
+
+    return _model.report_of(run, start, stop)
 
 
-def render(run: Run, format: str = "html") -> str:
+def render(report: Report, format: str = "html") -> str:
     """The whole report as text of that format.
 
     Raises:
         ConfigError: There is no such format.
-        MissingLibraryError: The format html needs plotly and jinja2.
     """
-    check_format(format)
-    from flopmeter.report._facts import facts_of
-
-    return render_facts(facts_of(run), format)
-
-
-def render_facts(facts: dict[str, Any], format: str) -> str:
-    """The same from facts that are known already."""
-    check_format(format)
-    return str(import_module(f"{__name__}.{format}").render(facts))
+    if format not in available_formats():
+        raise ConfigError(f"there is no report format {format!r}; there are: {', '.join(available_formats())}")
+    return str(import_module(f"{__name__}.{format}").render(report))
 
 
 def write_report(run: Run, path: str | Path, format: str | None = None) -> Path:
@@ -63,15 +57,14 @@ def write_report(run: Run, path: str | Path, format: str | None = None) -> Path:
 
     Args:
         path: A file, or a folder, which gets a `report.html` (or another ending).
-        format: html, md, json or txt; None: as the file's name ends.
+        format: html, md or json; None: as the file's name ends.
 
     Raises:
         ConfigError: There is no such format.
-        MissingLibraryError: The format html needs plotly and jinja2.
         OSError: The file cannot be written.
     """
     target, format = place_of(path, format)
-    return write_text(render(run, format), target)
+    return write_text(render(report_of(run), format), target)
 
 
 def leave_report(run: Run) -> Path | None:
@@ -82,9 +75,7 @@ def leave_report(run: Run) -> Path | None:
         return None
     try:
         return write_report(run, folder / REPORT_FILE)
-    except MissingLibraryError as error:
-        logger.debug("no report: %s", error)
-    except (FlopmeterError, OSError) as error:
+    except (FlopmeterError, ImportError, OSError) as error:
         logger.warning("no report: %s", error)
     return None
 
@@ -95,7 +86,8 @@ def place_of(path: str | Path, format: str | None) -> tuple[Path, str]:
     if target.is_dir():
         target = target / Path(REPORT_FILE).with_suffix(f".{format or 'html'}")
     format = format or {"": "html", "htm": "html"}.get(ending := target.suffix.removeprefix(".").lower(), ending)
-    check_format(format)
+    if format not in available_formats():
+        raise ConfigError(f"there is no report format {format!r}; there are: {', '.join(available_formats())}")
     return target, format
 
 

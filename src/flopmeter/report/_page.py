@@ -1,9 +1,9 @@
-"""How does HTML become one file that works offline and runs nothing but our own two scripts?
+"""How does a body of HTML become one file that works offline and runs nothing but our own script?
 
-    figures = figures_of(facts)
-    page("My run", body_of(facts, figures), figures)
+    document(title, body_of(report), data_of(report))
 
-`body_of` is the part that a live page renders again from fresh facts; `page.js` puts it and the figures in place.
+Every text of a run is escaped by the templates, and a policy in the page lets no script run but our own. A live page
+takes the body and the data again, and puts what is new in place.
 """
 
 from __future__ import annotations
@@ -12,56 +12,73 @@ import base64
 import hashlib
 import json
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from flopmeter import __version__, text
-from flopmeter.errors import MissingLibraryError
-from flopmeter.report._charts import CHARTS, Figure, tables_of
-from flopmeter.report._sentences import sentences_of
+from flopmeter.report import _texts
+from flopmeter.report._model import Report
 
 FOLDER = Path(__file__).with_name("_assets")
 
 
-def body_of(facts: dict[str, Any], figures: dict[str, Figure]) -> str:
-    """The report's sections as HTML, every text of the run escaped."""
-    values = {"facts": facts, "figures": figures, "charts": CHARTS, "tables": tables_of(facts), "version": __version__}
-    html = str(template("run.html").render(values | sentences_of(facts)))
-    return html.replace(" %", "&nbsp;%")  # a figure and its sign stay on one line
+def body_of(report: Report) -> str:
+    """The sections of a run."""
+    values = {"report": report, "texts": _texts, "tables": _texts.tables(report), "data": data_of(report)}
+    return body("run.html", **values)
 
 
-def page(title: str, body: str, figures: dict[str, Figure]) -> str:
-    """The whole document. `body` must be escaped already, and hold a button with the id `theme`."""
-    from markupsafe import Markup
-
-    scripts = [plotly_script(), asset("page.js")]
-    values = {
-        "title": title,
-        "version": __version__,
-        "policy": content_policy(scripts),
-        "style": Markup(asset("page.css")),
-        "body": Markup(body),
-        "figures": Markup(safe_json(figures)),
-        "scripts": [Markup(script) for script in scripts],
-    }
-    return str(template("page.html").render(values))
+def body(name: str, **values: Any) -> str:
+    """A template of the page, filled in; a number and its sign stay on one line."""
+    html: str = environment().get_template(name).render(version=__version__, **values)
+    return html.strip().replace(" %", "&nbsp;%")
 
 
-def content_policy(scripts: list[str]) -> str:
-    """Only these very scripts may run, and nothing may be loaded or sent.
+def data_of(report: Report) -> dict[str, Any]:
+    """What the script draws: lines over the steps, and the ranks' own work times. Equal axes are sent once."""
+    told: dict[str, Any] = msgspec.to_builtins(report.timeline)
+    axes: list[list[int]] = []
+    for line in told["lines"]:
+        axes += [] if line["step"] in axes else [line["step"]]
+        line["step"] = axes.index(line["step"])
+    told |= {"axes": axes, "place": report.about.place}
+    if report.ranks and report.ranks.own_s:
+        slow = [(row.rank, row.since_step) for row in report.ranks.stragglers if row.rank is not None]
+        told["ranks"] = {"steps": report.ranks.steps, "own_s": report.ranks.own_s, "slow": slow}
+    return told
 
-    Styles may be inline, because plotly writes them into its drawings; a style cannot run anything.
+
+def document(title: str, body: str, data: Any = None, live: dict[str, Any] | None = None) -> str:
+    """The document around sections.
+
+    Args:
+        body: Escaped already, with a button that has the id `theme`.
+        data: What the script draws.
+        live: For a page that a server goes on feeding: `feed` (address of the news), `revision`, `state`, `text`.
     """
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    rules = ("default-src 'none'", f"script-src {hashes}", "style-src 'unsafe-inline'", "img-src data: blob:")
-    return "; ".join((*rules, "base-uri 'none'", "form-action 'none'"))
+    values = {"title": title, "policy": policy(live is not None), "body": body, "data": safe_json(data), "live": live}
+    assets = {"style": asset("page.css"), "script": asset("page.js"), "version": __version__}
+    return environment().get_template("page.html").render(values | assets)
+
+
+def policy(is_live: bool) -> str:
+    """What a browser may do in the page: nothing but show it, and run the one script.
+
+    Styles may be inline, because bars have their widths there; a style cannot run anything.
+    """
+    digest = base64.b64encode(hashlib.sha256(asset("page.js").encode()).digest()).decode()
+    rules = ["default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:"]
+    rules += ["base-uri 'none'", "form-action 'self'" if is_live else "form-action 'none'"]
+    return "; ".join([*rules, *(["connect-src 'self'"] if is_live else [])])
 
 
 def safe_json(value: Any) -> str:
     """JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    told = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return told.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 @cache
@@ -71,30 +88,15 @@ def asset(name: str) -> str:
 
 
 @cache
-def plotly_script() -> str:
-    """plotly's own script, as its Python package brings it."""
-    try:
-        get_plotlyjs = import_module("plotly.offline").get_plotlyjs
-    except ImportError:
-        raise MissingLibraryError("plotly", needed_for="the HTML report") from None
-    return str(get_plotlyjs())
-
-
-@cache
-def template(name: str) -> Any:
-    """A template of the page, which escapes whatever is put into it."""
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError:
-        raise MissingLibraryError("jinja2", needed_for="the HTML report") from None
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+def environment() -> Environment:
+    """The templates of the page, which escape whatever is put into them."""
+    made = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {
-        name: getattr(text, name) for name in ("percent", "utilisation", "seconds", "plain", "signed", "sentence")
-    }
-    return environment.get_template(name)
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    names = ("amount", "percent", "utilisation", "seconds", "plain", "signed", "sentence")
+    made.filters |= {name: getattr(text, name) for name in names}
+    return made

@@ -1,114 +1,156 @@
-"""What fits on one screen? The run in a few lines for a terminal: verdict, figures, MFU as a line, losses as bars."""
+"""What fits on one screen? A run in a few lines: its number, what to fix first, where the time went, evidence."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
-from flopmeter.report._sentences import run_line, step_text
-from flopmeter.report._thin import evenly
-from flopmeter.text import percent, plain, points, seconds, signed, utilisation
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
+from flopmeter.report import _texts
+from flopmeter.report._model import Line, Report, evenly
+from flopmeter.text import clean, percent, seconds, sentence, signed, utilisation
 
-BAR_WIDTH = 40
-LINE_WIDTH = 60
-MAX_FINDINGS = 5
+BAR_WIDTH, LINE_WIDTH, MAX_LABEL = 40, 60, 30
+MAX_FINDINGS, MAX_EVIDENCE, MAX_OPERATORS = 6, 3, 6
 _LEVELS = "▁▂▃▄▅▆▇█"
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def show(facts: dict[str, Any], console: Console) -> None:
+def make_console(**settings: Any) -> Console:
+    """A console that takes no text of a run for markup; as wide as a log where it is no terminal."""
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, **settings}
+    console = Console(**plain)
+    return console if console.is_terminal or "width" in settings else Console(width=110, **plain)
+
+
+def show(report: Report, console: Console) -> None:
     """Print the summary. Texts of the run are never read as markup."""
-    from rich.text import Text
-
-    run, headline = facts["run"], facts["headline"]
-    _say(console, Text(run["name"], style="bold"))
-    _say(console, Text(run_line(run), style="dim"))
-    if headline["verdict"]:
-        console.print()
-        _say(console, Text(headline["verdict"]))
-    console.print()
-    for name, text in _figures(facts):
-        _say(console, Text.assemble((f"  {name:<12}", "dim"), (text, "bold" if name == "MFU" else "")))
-    line = spark_line(facts["series"]["mfu"])
-    if line:
-        _say(console, Text.assemble(("  MFU by step ", "dim"), (line, "green")))
-    _show_waterfall(facts["waterfall"], console)
-    _show_findings(facts["findings"], console)
-
-
-def _say(console: Console, text: Text) -> None:
-    console.print(text, soft_wrap=True)
-
-
-def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    headline = facts["headline"]
-    rate = "tokens" if headline["tokens_per_second"] is not None else "samples"
-    return [
-        ("MFU", f"{utilisation(headline['mfu'])} in steady steps{_over_wall_time(facts['waterfall']['mfu'])}"),
-        ("HFU", utilisation(headline["hfu"])),
-        (f"{rate}/s", plain(headline[f"{rate}_per_second"])),
-        ("step time", step_text(facts)),
-        ("goodput", percent(headline["goodput"])),
-    ]
+    number = report.number
+    console.print(Text(report.about.name, style="bold"))
+    console.print(Text(_texts.run_line(report.about), style="dim"))
+    sure = f" ({number.certainty}; {number.standing})" if number.certainty else ""
+    console.print(
+        Text.assemble(
+            "\n",
+            (f"MFU {utilisation(number.mfu)}", "bold"),
+            f"{' ' if number.mfu is not None else ': '}{_texts.peak_text(report)}{sure}",
+        )
+    )
+    line = next((line for line in report.timeline.lines if line.name == "MFU"), None)
+    names = _texts.names_text(number)
+    rows = [_texts.product_text(report), f"elsewhere: {names}" if names else ""]
+    rows += [" · ".join(f"{name} {value}" for name, value in _texts.metrics(report))]
+    for text in filter(None, rows):
+        console.print(Text(f"  {text}"))
+    if line and not console.options.ascii_only and (spark := spark_line(line)):
+        console.print(Text.assemble("  by step ", (spark, "green")))
+    _show_fix(report, console)
+    _show_parts(report, console)
+    _show_others(report, console)
+    _show_operators(report, console)
+    _show_whole(report, console)
 
 
-def _over_wall_time(mfu: float | None) -> str:
-    return "" if mfu is None else f", {utilisation(mfu)} over the wall time after warm-up"
-
-
-def spark_line(line: dict[str, Any] | None, width: int = LINE_WIDTH) -> str:
-    """The medians of a series as one row of bars, from zero to the largest."""
-    values = [line["typical"][place] for place in evenly(range(len(line["typical"])), width)] if line else []
+def spark_line(line: Line, width: int = LINE_WIDTH) -> str:
+    """A line over the steps as one row of bars, from zero to the largest."""
+    values = evenly(line.mean, width)
     top = max((value for value in values if value is not None), default=0.0)
-    if not values or top <= 0:
+    if top <= 0:
         return ""
     return "".join(_LEVELS[min(max(int(8 * (value or 0.0) / top), 0), 7)] for value in values)
 
 
-def _show_waterfall(fall: dict[str, Any], console: Console) -> None:
-    from rich.text import Text
-
-    parts = [part for part in fall["parts"] if part["share"] is not None]
-    if not parts:
+def _show_fix(report: Report, console: Console) -> None:
+    start = "Fix this first: " if report.fix else ""
+    console.print(Text(f"\n{start}{_texts.fix_text(report)}", style="bold"))
+    first = report.findings[0] if report.findings and not report.is_early else None
+    if first is None:
         return
-    console.print()
-    start = "From 100 % of peak to" if fall["mfu"] is not None else "Where the time went in"
-    goal = utilisation(fall["mfu"]) if fall["mfu"] is not None else seconds(fall["wall_s"])
-    _say(console, Text(f"{start} {goal}", style="bold"))
-    losses = [part for part in parts if part["name"] != "ideal"]
-    for part in losses:
-        bar = _bar(part["share"])
-        row = (f"  {part['label']:<22} ", "dim"), (f"{points(-part['share']):>10}  ", ""), (bar, "yellow")
-        _say(console, Text.assemble(*row))
-    if fall["mfu"] is not None:
-        row = (
-            (f"  {'Observed MFU':<22} ", "dim"),
-            (f"{utilisation(fall['mfu']):>10}  ", "bold"),
-            (_bar(fall["mfu"]), "green"),
-        )
-        _say(console, Text.assemble(*row))
+    rows = [("worth", _texts.gain_text(first)), *(("do", sentence(text)) for text in first.advice[:1])]
+    rows += [("copy", report.code.get(first.rule, ""))]
+    rows += [("because", sentence(text)) for text in first.evidence[:MAX_EVIDENCE]]
+    if report.tried:
+        rows.append(("tried", clean(report.tried.headline, 400)))
+    if report.larger:
+        larger = f"{percent(report.larger.share)} of the time went elsewhere ({report.larger.label.lower()})"
+        rows.append(("but", f"{larger}, where no fix is known."))
+    rows += [("more", f"flopmeter report --explain {first.rule}")]
+    grid = Table.grid(padding=(0, 2))
+    for name, text in rows:
+        if text:
+            grid.add_row(Text(f"  {name}", style="dim"), Text(text, style="green" if name == "worth" else ""))
+    console.print(grid)
 
 
-def _bar(share: float) -> str:
-    eighths = round(8 * BAR_WIDTH * min(abs(share), 1.0))
-    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
-
-
-def _show_findings(findings: list[dict[str, Any]], console: Console) -> None:
-    from rich.text import Text
-
-    if not findings:
+def _show_parts(report: Report, console: Console) -> None:
+    fall = report.waterfall
+    if not fall.parts:
         return
-    console.print()
-    _say(console, Text("What would help", style="bold"))
-    for place, finding in enumerate(findings[:MAX_FINDINGS], start=1):
-        gain = f" ({signed(finding['gain']['expected'])} steps per second expected)" if finding["gain"] else ""
-        place_text = f"{place}. " if finding["is_cause"] else ""
-        _say(console, Text.assemble((f"  {place_text}{finding['title']}", ""), (gain, "green")))
-        for advice in finding["advice"][:1]:
-            _say(console, Text(f"  {' ' * len(place_text)}{advice}", style="dim"))
-    if len(findings) > MAX_FINDINGS:
-        _say(console, Text(f"  and {len(findings) - MAX_FINDINGS} more, in the report", style="dim"))
+    title, note = _texts.where_text(report)
+    console.print(Text(f"\n{title}", style="bold"))
+    block = "#" if console.options.ascii_only else "█"
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(justify="right")
+    grid.add_column(justify="right")
+    for part in fall.parts:
+        if abs(part.share) < _texts.SMALLEST_SHARE:
+            continue
+        doubt = part.uncertainty_s / fall.wall_s
+        bar = (block if part.share > 0 else "-") * max(round(BAR_WIDTH * min(abs(part.share), 1.0)), 1)
+        style = "green" if part.name == "ideal" else "yellow"
+        about = f"+- {percent(doubt)}" if doubt >= _texts.SMALLEST_SHARE else ""
+        grid.add_row(f"  {part.label}", percent(part.share), Text(about, style="dim"), Text(bar, style=style))
+    console.print(grid)
+    for text in filter(None, (note, fall.note and sentence(fall.note))):
+        console.print(Text(f"  {text}", style="dim"))
+
+
+def _show_others(report: Report, console: Console) -> None:
+    others = () if report.is_early else report.findings[1:]
+    if others:
+        console.print(Text("\nThen", style="bold"))
+    for place, finding in enumerate(others[:MAX_FINDINGS], start=2):
+        gain = f"  {signed(finding.gain.expected)}" if finding.gain else ""
+        title = f"  {f'{place}. ' if finding.is_cause else ''}{finding.title[:1].upper()}{finding.title[1:]}"
+        console.print(Text.assemble(title, (gain, "green"), (f"  ({finding.rule})", "dim")))
+    left = [f"{len(others) - MAX_FINDINGS} more findings"] if len(others) > MAX_FINDINGS else []
+    left += [f"{len(report.not_checked)} skipped checks"] if report.not_checked and report.waterfall.parts else []
+    if left:
+        console.print(Text(f"  {' and '.join(left)}: in the page, and with --json", style="dim"))
+
+
+def _show_operators(report: Report, console: Console) -> None:
+    table = _texts.tables(report).get("operators")
+    if table is None:
+        return
+    step_s = report.operators.step_s if report.operators else None
+    console.print(Text(f"\n{table.title}, of a sampled step of {seconds(step_s)}", style="bold"))
+    console.print(grid_of(table.columns, table.rows[:MAX_OPERATORS]))
+
+
+def _show_whole(report: Report, console: Console) -> None:
+    """Roles and totals, where there is more to a run than its steps."""
+    roles, rows = _texts.tables(report).get("roles"), _texts.totals_rows(report)
+    if roles is not None:
+        console.print(Text(f"\n{roles.title}", style="bold"))
+        console.print(grid_of(roles.columns, roles.rows[:MAX_OPERATORS]))
+    if rows:
+        console.print(Text("\nThe whole run", style="bold"))
+        console.print(Text("  " + " · ".join(f"{name} {value}" for name, value in rows)))
+
+
+def grid_of(columns: tuple[str, ...], rows: Iterable[Iterable[Any]], label_width: int = MAX_LABEL) -> Table:
+    """Rows under their headings; one that ends in `#` is of numbers. Labels up to that width are not broken."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    told = [[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row] for row in rows]
+    width = min(max((len(row[0]) + 2 for row in told), default=0), label_width)
+    for place, column in enumerate(columns):
+        is_number, title = column.endswith("#"), Text(f"  {column}" if place == 0 else column.removesuffix("#"))
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        grid.add_column(title, justify=justify, overflow="fold", min_width=0 if place else width)
+    for first, *cells in told:
+        grid.add_row(Text("  ") + first, *cells)
+    return grid

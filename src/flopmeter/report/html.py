@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from flopmeter.report._charts import figures_of
-from flopmeter.report._page import body_of, page
+from flopmeter.report._model import Report
+from flopmeter.report._page import body_of, data_of, document
 
 
-def render(facts: dict[str, Any]) -> str:
+def render(report: Report) -> str:
     """The page, its script and its data in one file."""
-    figures = figures_of(facts)
-    return page(f"{facts['run']['name']}: MFU report", body_of(facts, figures), figures)
+    return document(f"{report.about.name}: MFU report", body_of(report), data_of(report))

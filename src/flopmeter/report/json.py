@@ -1,11 +1,12 @@
-"""The facts as they are, for scripts and dashboards."""
+"""The report as it is, for scripts and dashboards."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import msgspec
+
+from flopmeter.report._model import Report
 
 
-def render(facts: dict[str, Any]) -> str:
+def render(report: Report) -> str:
     """One JSON document; what is unknown is null."""
-    return json.dumps(facts, allow_nan=False, indent=1, ensure_ascii=False)
+    return msgspec.json.format(msgspec.json.encode(report), indent=1).decode()

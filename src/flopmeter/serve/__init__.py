@@ -4,32 +4,47 @@
 
     app = make_app(Path("runs"))        # an ASGI application, for a server of your own
 
-Pages are the report's own, drawn again as the run file grows; the file is read on from where reading stopped.
+Pages are the report's own, made again as the run file grows; the file is read on from where reading stopped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from flopmeter.errors import FlopmeterError, MissingLibraryError, RecordError
-from flopmeter.serve.folder import Folder
-from flopmeter.serve.shelf import Shelf
+from flopmeter.serve.runs import STATES, Glance, Runs
+from flopmeter.text import clean, plural, utilisation
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from flopmeter.record import Run
+
 logger = logging.getLogger("flopmeter")
 
 DEFAULT_HOST = "127.0.0.1"
 MAX_COMPARED = 8
-_ASSETS = {"page.css": "text/css", "live.css": "text/css", "page.js": "text/javascript", "live.js": "text/javascript"}
+SHORTEST_S, LONGEST_S = 2.0, 300.0
+"""Between two questions of the browser: ten times what the answer took to make, within these bounds."""
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """What a page is made of, and what is sent when it changes."""
+
+    title: str
+    body: str
+    data: Any = None
+    again_s: float = SHORTEST_S
 
 
 def make_app(root: Path, *, host: str = DEFAULT_HOST, token: str | None = None) -> Starlette:
@@ -41,7 +56,7 @@ def make_app(root: Path, *, host: str = DEFAULT_HOST, token: str | None = None) 
 
     Raises:
         RecordError: `root` is not a folder.
-        MissingLibraryError: starlette, plotly or jinja2 is not installed.
+        MissingLibraryError: starlette is not installed.
     """
     if not root.is_dir():
         raise RecordError(f"{root} is not a folder: give the folder that holds your runs")
@@ -52,32 +67,28 @@ def make_app(root: Path, *, host: str = DEFAULT_HOST, token: str | None = None) 
         from starlette.routing import Route
     except ImportError:
         raise MissingLibraryError("starlette", needed_for="flopmeter serve", extra="serve") from None
-    from flopmeter.report._page import plotly_script, template
     from flopmeter.serve.guard import Guard
 
-    plotly_script()  # a library that is missing is told now, not to the first reader
-    template("live.html")
-    views = _Views(Shelf(Folder(root)))
+    views = _Views(Runs(root))
     routes = {
         "/": views.runs,
-        "/runs": views.runs_news,
+        "/news": views.runs,
         "/run/{name}": views.run,
-        "/run/{name}/news": views.run_news,
+        "/run/{name}/news": views.run,
         "/compare": views.compare,
-        "/assets/{name}": views.asset,
     }
     return Starlette(
         routes=[Route(path, views.safe(view)) for path, view in routes.items()],
         middleware=[Middleware(Guard, host=host, token=token), Middleware(GZipMiddleware, minimum_size=2000)],
-        exception_handlers={404: _not_found},
+        exception_handlers={404: lambda request, error: _message("there is no such page", 404)},
     )
 
 
 class _Views:
-    """One method per address. They are plain functions: the server runs each in a thread of its own."""
+    """One method per kind of page. They are plain functions: the server runs each in a thread of its own."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
 
     def safe(self, view: Callable[[Request], Response]) -> Callable[[Request], Response]:
         """The view, with a line in answer to a run that cannot be shown: one bad record must not end the server."""
@@ -86,92 +97,115 @@ class _Views:
             try:
                 return view(request)
             except FlopmeterError as error:
-                message = str(error).replace(f"{self._shelf.folder.root}/", "")
-                return _text(message, 404 if isinstance(error, RecordError) else 500)
+                message = str(error).replace(f"{self._runs.root}/", "")
+                return _message(message, 404 if isinstance(error, RecordError) else 500)
             except Exception as error:  # noqa: BLE001
                 logger.warning("%r cannot be shown: %.200r", request.url.path, error)
-                return _text(f"this cannot be shown: flopmeter stumbled over the record ({type(error).__name__})", 500)
+                return _message(f"this cannot be shown: flopmeter cannot read the record ({type(error).__name__})", 500)
 
         return answer
 
     def runs(self, request: Request) -> Response:
-        from flopmeter.serve.pages import whole_page
-
-        part, revision = self._runs_part()
-        return _html(whole_page(part, kind="runs", feed="/runs", revision=revision))
-
-    def runs_news(self, request: Request) -> Response:
-        part, revision = self._runs_part()
-        return _news(request, part, revision)
-
-    def _runs_part(self) -> tuple[dict[str, Any], str]:
-        from flopmeter.serve.pages import digest, runs_part
-
-        folder = self._shelf.folder
-        part = runs_part(folder.root.name or str(folder.root), self._shelf.glances(), folder.is_cut)
-        return part, digest(part["body"])
+        glances = self._runs.glances()
+        part = list_part(self._runs.root.name or str(self._runs.root), glances, self._runs.is_cut)
+        revision = blake2b(part.body.encode(), digest_size=6).hexdigest()
+        is_live = any(glance.state == "running" for glance in glances)
+        return _answer(request, part, revision, ("running" if is_live else "finished", "Up to date"), "/news")
 
     def run(self, request: Request) -> Response:
-        from flopmeter.serve.pages import waiting_part, whole_page
-
         name = request.path_params["name"]
-        opened = self._shelf.open(name)
-        if opened.is_busy(lambda: self._run_part(name)):
-            waiting = whole_page(waiting_part(*opened.tail.progress()), kind="wait", feed="", revision="")
-            return _html(waiting, {"Refresh": "1"})
-        revision, part = self._run_part(name)
-        return _html(whole_page(part, kind="run", feed=f"/run/{name}/news", revision=revision))
+        opened, state = self._runs.open(name), self._runs.state_of(name)
 
-    def run_news(self, request: Request) -> Response:
-        revision, part = self._run_part(request.path_params["name"])
-        return _news(request, part, revision)
+        def look() -> tuple[str, Part]:
+            return opened.made(run_part, state)
 
-    def _run_part(self, name: str) -> tuple[str, dict[str, Any]]:
-        from flopmeter.serve.pages import run_part
+        if opened.is_busy(look):
+            from flopmeter.report._page import body, document
 
-        open_run = self._shelf.open(name)
-        state = self._shelf.state_of(name)
-        revision, part = open_run.made(f"page, {state}", partial(run_part, state=state))
-        return f"{revision}-{state}", part
+            read, size = opened.tail.progress()
+            page = document("Reading the run", body("waiting.html", num_read=read, num_bytes=size))
+            return _html(page, {"Refresh": "1"})
+        revision, part = look()
+        return _answer(request, part, revision, (state, STATES[state]), f"/run/{name}/news")
 
     def compare(self, request: Request) -> Response:
         """Several runs, the oldest as the baseline unless another is named."""
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 2 <= len(names) <= MAX_COMPARED:
-            return _text(f"choose 2 to {MAX_COMPARED} different runs to compare", 400)
+            return _message(f"choose 2 to {MAX_COMPARED} different runs to compare", 400)
         from flopmeter.compare import compare
-        from flopmeter.report import _compare_page as drawn
-        from flopmeter.report._series import series_of
-        from flopmeter.serve.pages import make_part, whole_page
+        from flopmeter.report._compare import comparison_page
+        from flopmeter.report._model import timeline_of
 
-        tails = {name: self._shelf.open(name).tail for name in names}
+        tails, baseline = {name: self._runs.open(name).tail for name in names}, request.query_params.get("baseline")
         with ExitStack() as stack:
             # Locks are always taken in the same order, so that two comparisons cannot wait for each other.
             opened = {name: stack.enter_context(tails[name].run())[0] for name in sorted(names)}
-            names.sort(
-                key=lambda name: (name != request.query_params.get("baseline"), opened[name].headers[0].started_at)
-            )
+            names.sort(key=lambda name: (name != baseline, opened[name].headers[0].started_at))
             runs = [opened[name] for name in names]
-            comparison = compare(runs)
-            figures = drawn.comparison_figures(comparison, [series_of(run) for run in runs])
-        chosen = "&".join(f"run={name}" for name in names)
-        links, swaps = [f"/run/{name}" for name in names], [f"/compare?{chosen}&baseline={name}" for name in names]
-        body = drawn.comparison_body(comparison, figures, links, swaps)
-        part = make_part(drawn.comparison_title(comparison), body, figures, "compare")
-        return _html(whole_page(part, kind="compare", feed="", revision=""))
+            chosen = "&".join(f"run={name}" for name in names)
+            links, swaps = [f"/run/{name}" for name in names], [f"/compare?{chosen}&baseline={name}" for name in names]
+            title, body, data = comparison_page(compare(runs), [timeline_of(run) for run in runs], links, swaps)
+        return _answer(request, Part(title=title, body=body, data=data), "", ("finished", ""), "")
 
-    def asset(self, request: Request) -> Response:
-        from starlette.responses import Response
 
-        from flopmeter.report._page import asset, plotly_script
+def run_part(run: Run) -> Part:
+    """The sections and charts of one run, as they are now."""
+    from flopmeter.report import report_of
+    from flopmeter.report._page import body_of, data_of
 
-        name = request.path_params["name"]
-        if name == "plotly.js":
-            kept = {"Cache-Control": "private, max-age=31536000, immutable"}
-            return Response(plotly_script(), media_type="text/javascript", headers=kept)
-        if name not in _ASSETS:
-            return _text("there is no such page", 404)
-        return Response(asset(name), media_type=_ASSETS[name])
+    started = time.perf_counter()
+    report = report_of(run)
+    body, data = body_of(report), data_of(report)
+    again_s = round(min(max(10 * (time.perf_counter() - started), SHORTEST_S), LONGEST_S), 1)
+    return Part(title=report.about.name, body=body, data=data, again_s=again_s)
+
+
+def list_part(folder: str, glances: Sequence[Glance], is_cut: bool) -> Part:
+    """The list of runs."""
+    from flopmeter.report._page import body
+
+    now_s, num_running = time.time(), sum(glance.state == "running" for glance in glances)
+    line = f"{plural(len(glances), 'run')}, {num_running:,} running"
+    rows = [(glance, trend(glance.recent_mfu), ago(now_s - glance.updated_at)) for glance in glances]
+    html = body("runs.html", folder=clean(folder, 80), line=line, rows=rows, states=STATES, is_cut=is_cut)
+    return Part(title=f"{clean(folder, 80)}: runs", body=html)
+
+
+def trend(values: Sequence[float | None]) -> tuple[str, str]:
+    """Points of a small line, 120 wide and 30 high, from 0 to a little above the largest value; and what it shows."""
+    known = [(place, value) for place, value in enumerate(values) if value is not None]
+    top = max((value for _, value in known), default=0.0)
+    if len(known) < 2 or top <= 0:
+        return "", ""
+    across, least = 116 / (len(values) - 1), min(value for _, value in known)
+    points = " ".join(f"{2 + across * place:.1f},{28 - 25 * max(value, 0.0) / top:.1f}" for place, value in known)
+    return points, f"MFU of the last {len(known)} steps: {utilisation(least)} to {utilisation(top)}"
+
+
+def ago(age_s: float) -> str:
+    """How long ago, in one unit."""
+    if age_s < 10:
+        return "now"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if age_s >= size:
+            return f"{age_s // size:,.0f} {unit} ago"
+    return f"{age_s // 10 * 10:.0f} s ago"
+
+
+def _answer(request: Request, part: Part, revision: str, state: tuple[str, str], feed: str) -> Response:
+    """The page, or what is new in it; when nothing is, only how the run is and when to ask again."""
+    from starlette.responses import Response
+
+    from flopmeter.report._page import document, safe_json
+
+    if not request.url.path.endswith("/news"):
+        live = {"feed": feed, "revision": revision, "state": state[0], "text": state[1]}
+        return _html(document(part.title, part.body, part.data, live))
+    news: dict[str, Any] = {"revision": revision, "state": state[0], "text": state[1], "again_s": part.again_s}
+    if request.query_params.get("revision") != revision:
+        news |= {"body": part.body, "data": part.data}
+    return Response(safe_json(news), media_type="application/json")
 
 
 def _html(text: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -180,22 +214,11 @@ def _html(text: str, headers: Mapping[str, str] | None = None) -> Response:
     return HTMLResponse(text, headers=headers)
 
 
-def _text(message: str, status: int) -> Response:
-    from starlette.responses import PlainTextResponse
+def _message(message: str, status: int) -> Response:
+    """A page of one line, in the look of the others."""
+    from flopmeter.report._page import body, document
 
-    return PlainTextResponse(f"{message}\n", status)
-
-
-def _news(request: Request, part: dict[str, Any], revision: str) -> Response:
-    """What changed; when nothing did, only how the run is and when to ask again."""
-    from starlette.responses import Response
-
-    from flopmeter.serve.pages import news
-
-    is_same = request.query_params.get("revision") == revision
-    text = news(part, revision, request.query_params.get("known", ""), is_same=is_same)
-    return Response(text, media_type="application/json")
-
-
-def _not_found(request: Request, error: Exception) -> Response:
-    return _text("there is no such page", 404)
+    live = {"feed": "", "revision": "", "state": "lost", "text": ""}
+    response = _html(document("flopmeter", body("message.html", message=clean(message, 400)), None, live))
+    response.status_code = status
+    return response

@@ -2,7 +2,7 @@
 
 Only reading (GET, HEAD). Only under a host name that is ours, so that no foreign site can reach us by pointing its own
 name at this address. Never on behalf of another site. With a token where other machines can reach us. And a page of
-ours loads nothing from elsewhere and runs no script but the files that we serve.
+ours loads nothing from elsewhere and runs no script but its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
+
+from flopmeter.report._page import asset, policy
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -23,9 +24,7 @@ LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 MAX_TOKEN_LENGTH = 200
 
 HEADERS = {
-    # Plotly sets the style of what it draws; no style can run a script or, with the rest closed, send anything away.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": f"{policy(is_live=True)}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -94,29 +93,18 @@ class Guard:
         given = parse_qs(request.url.query).get("token", [""])[0]
         if self._is_token(given):
             # A redirect would still count as coming from the site of the link, and the cookie would be withheld.
-            answer = HTMLResponse(_WELCOME)
+            answer = HTMLResponse(asset("welcome.html"))
             answer.set_cookie(cookie, given, httponly=True, samesite="strict", path="/")
             return answer
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
-            return None
-        if self._is_token(_cookie(request, cookie)):
+        shown = [bearer.strip() if scheme.lower() == "bearer" else "", request.cookies.get(cookie, "")]
+        if any(map(self._is_token, shown)):
             return None
         headers = {"WWW-Authenticate": "Bearer"}
         return PlainTextResponse("a token is needed: open the address that flopmeter serve printed\n", 401, headers)
 
     def _is_token(self, given: str) -> bool:
-        expected = self._token or ""
-        return len(given) <= MAX_TOKEN_LENGTH and hmac.compare_digest(given.encode(), expected.encode())
-
-
-_WELCOME = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>flopmeter</title><link rel="icon" href="data:,">
-<meta http-equiv="refresh" content="0; url=/"></head>
-<body><p><a href="/">Continue to the runs</a></p></body>
-</html>
-"""
+        return len(given) <= MAX_TOKEN_LENGTH and hmac.compare_digest(given.encode(), (self._token or "").encode())
 
 
 def is_loopback(host: str) -> bool:
@@ -135,18 +123,8 @@ def _is_address(name: str) -> bool:
 
 def _is_foreign(request: Request) -> bool:
     """Whether another site had it fetched; following a link to one of our pages is fine."""
-    origin = request.headers.get("origin")
-    if origin is not None and origin != f"{request.url.scheme}://{request.headers.get('host', '')}":
+    told = request.headers
+    if told.get("origin") not in (None, f"{request.url.scheme}://{told.get('host', '')}"):
         return True
-    is_visit = (
-        request.headers.get("sec-fetch-mode") == "navigate" and request.headers.get("sec-fetch-dest") == "document"
-    )
-    return request.headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_visit
-
-
-def _cookie(request: Request, name: str) -> str:
-    try:
-        morsel = SimpleCookie(request.headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
+    is_visit = (told.get("sec-fetch-mode"), told.get("sec-fetch-dest")) == ("navigate", "document")
+    return told.get("sec-fetch-site") in ("cross-site", "same-site") and not is_visit

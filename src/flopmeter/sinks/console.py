@@ -13,7 +13,6 @@ from flopmeter import text
 from flopmeter.metrics import Means
 from flopmeter.sinks import SinkContext
 
-TAKES_EVERY_STEP = True
 TERMINAL_INTERVAL_S = 0.5
 LOG_FILE_INTERVAL_S = 10.0
 LONGEST_INTERVAL_S = 600.0
@@ -25,6 +24,8 @@ _RATES = ("perf/mfu", "perf/tokens_per_second", "perf/samples_per_second", "perf
 
 class Sink:
     """Shows where the run stands. Performance is that of all steps since the last line, not of one lucky step."""
+
+    takes_every_step = True
 
     def __init__(
         self, context: SinkContext, stream: TextIO | None = None, now_s: Callable[[], float] = monotonic
@@ -61,29 +62,22 @@ class Sink:
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         means, self._since, self._unshown = self._since.compute(), Means(*_RATES), None
-        self._write(format_line(step, {**metrics, **means}, self._width()))
+        # On a terminal it must fit: a longer line could not be rewritten.
+        width = shutil.get_terminal_size().columns - 1 if self._is_terminal else None
+        line = format_line(step, {**metrics, **means}, width)
+        self._stream.write(f"\r\x1b[2K{line}" if self._is_terminal else line + "\n")
+        self._stream.flush()
+        self._is_line_open = self._is_terminal
 
     def _interval_s(self, run_s: float) -> float:
         if self._is_terminal:
             return TERMINAL_INTERVAL_S
         return min(max(LOG_FILE_INTERVAL_S, RARER * run_s), LONGEST_INTERVAL_S)
 
-    def _width(self) -> int | None:
-        """Of the line, where it must fit: a longer one could not be rewritten."""
-        return shutil.get_terminal_size().columns - 1 if self._is_terminal else None
-
-    def _write(self, line: str) -> None:
-        if self._is_terminal:
-            self._stream.write(f"\r\x1b[2K{line}")
-            self._is_line_open = True
-        else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
-
-
-def say_last(line: str) -> None:
-    """The run's closing line, below the last step."""
-    print(line, file=sys.stderr, flush=True)
+    @staticmethod
+    def say_last(line: str) -> None:
+        """The run's closing line, below the last step."""
+        print(line, file=sys.stderr, flush=True)
 
 
 def format_line(step: int, metrics: Mapping[str, float], width: int | None = None) -> str:

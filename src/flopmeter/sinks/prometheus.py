@@ -15,12 +15,11 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
-from flopmeter.errors import ConfigError, MissingLibraryError
+from flopmeter.errors import ConfigError
 from flopmeter.schema import METRICS, METRICS_BY_KEY, Metric
-from flopmeter.sinks import SinkContext
+from flopmeter.sinks import SinkContext, load_libraries
 
 logger = logging.getLogger("flopmeter")
 
@@ -48,7 +47,7 @@ class Sink:
     """
 
     def __init__(self, context: SinkContext) -> None:
-        self._client = _load_library()
+        self._client, _ = load_libraries("prometheus", "prometheus_client", "prometheus_client.core")
         header = {name: context.header[name] for name in _RUN_LABELS if name in context.header}
         self._run = {name: str(value) for name, value in {**header, "rank": context.rank}.items()}
         self._labels = {
@@ -63,7 +62,11 @@ class Sink:
         registry.register(self)
         settings = context.config.prometheus
         port = settings.port + _local_rank(context.rank)
-        self._server, self._thread = _listen(self._client, settings.host, port, registry)
+        try:
+            self._server, self._thread = self._client.start_http_server(port, settings.host, registry)
+        except OSError as error:
+            where = f"cannot listen on {settings.host}:{port} ({error.strerror or error})"
+            raise ConfigError(f"prometheus: {where}; set another prometheus.port or prometheus.host") from error
 
     @property
     def port(self) -> int:
@@ -133,22 +136,3 @@ def _local_rank(rank: int) -> int:
         return 0
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text.isdecimal() else rank
-
-
-def _listen(client: Any, host: str, port: int, registry: Any) -> tuple[Any, Any]:
-    try:
-        server, thread = client.start_http_server(port, host, registry)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"prometheus: cannot listen on {host}:{port} ({reason}); set another prometheus.port or prometheus.host"
-        ) from error
-    return server, thread
-
-
-def _load_library() -> Any:
-    try:
-        import_module("prometheus_client.core")
-        return import_module("prometheus_client")
-    except ImportError as error:
-        raise MissingLibraryError("prometheus_client", needed_for="the sink prometheus", extra="prometheus") from error

@@ -10,12 +10,9 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from flopmeter.errors import MissingLibraryError
-from flopmeter.sinks import SinkContext
+from flopmeter.sinks import SinkContext, load_libraries
 
 FOLDER = "tensorboard"
 """Below the run's folder; `tensorboard --logdir` takes either."""
@@ -29,12 +26,18 @@ class Sink:
     """
 
     def __init__(self, context: SinkContext) -> None:
-        events, summaries, records = _load_library()
+        proto = "tensorboard.compat.proto"
+        events, summaries, records = load_libraries(
+            "tensorboard", f"{proto}.event_pb2", f"{proto}.summary_pb2", "tensorboard.summary.writer.record_writer"
+        )
         self._make_event = events.Event
         self._make_summary = summaries.Summary
         folder = context.output_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        self._records = records.RecordWriter(_event_path(folder).open("xb"))
+        # A name that no other file has, and that sorts by age, which is the order TensorBoard reads in.
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09d}"
+        self._records = records.RecordWriter((folder / name).open("xb"))
         self._write(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -49,20 +52,3 @@ class Sink:
     def _write(self, **fields: Any) -> None:
         self._records.write(self._make_event(wall_time=time.time(), **fields).SerializeToString())
         self._records.flush()
-
-
-def _event_path(folder: Path) -> Path:
-    """A name that no other file has, and that sorts by age, which is the order TensorBoard reads in."""
-    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-    return folder / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09d}"
-
-
-def _load_library() -> tuple[Any, Any, Any]:
-    try:
-        return (
-            import_module("tensorboard.compat.proto.event_pb2"),
-            import_module("tensorboard.compat.proto.summary_pb2"),
-            import_module("tensorboard.summary.writer.record_writer"),
-        )
-    except ImportError as error:
-        raise MissingLibraryError("tensorboard", needed_for="the sink tensorboard", extra="tensorboard") from error

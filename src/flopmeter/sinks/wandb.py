@@ -9,12 +9,12 @@ user's own code would move it; the charts' axis is `global_step`, which each row
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
-from flopmeter.errors import MissingLibraryError
-from flopmeter.sinks import SinkContext
+from flopmeter.sinks import SinkContext, load_libraries
 
 logger = logging.getLogger("flopmeter")
 
@@ -23,6 +23,8 @@ LIMITS_S = {"init_timeout": 30.0, "finish_timeout": 60.0}
 """wandb's own are 90 s and for ever; `wandb.settings` and WANDB_* variables override these."""
 
 AFTER_UPLOAD_S = 5.0
+BASICS = {STEP_KEY, "training/loss", "training/lr", "training/epoch"}
+REDUCED_DETAIL_STEPS = 100
 
 
 class Sink:
@@ -33,12 +35,14 @@ class Sink:
     """
 
     def __init__(self, context: SinkContext) -> None:
-        wandb = _load_library()
+        (wandb,) = load_libraries("wandb", "wandb")
         settings = context.config.wandb
         self._is_own = wandb.run is None
         self._run = _open_run(wandb, settings.init_arguments()) if self._is_own else wandb.run
         self._run.config.update({"flopmeter": {**context.header, "rank": context.rank}}, allow_val_change=True)
         self._sends_datasets = settings.log_dataset_metrics
+        self._one_detail_in = math.ceil(REDUCED_DETAIL_STEPS / context.config.monitoring.detail_every)
+        self._num_rows: Counter[str] | None = Counter() if settings.reduced_logging else None
         self._defined = {STEP_KEY}
         # A run in shared mode has many writers and no counter; in our own nobody else counts.
         self._is_counted = not self._is_own and self._run.settings.mode != "shared"
@@ -51,6 +55,7 @@ class Sink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step; the training step may go backwards."""
         kept = {key: metrics[key] for key in metrics if self._sends_datasets or not key.startswith("dataset/")}
+        kept = kept if self._num_rows is None else self._reduced(kept, self._num_rows)
         if kept:
             self._define(kept)
             row = {**kept, STEP_KEY: step}
@@ -58,6 +63,18 @@ class Sink:
                 self._fit_in(step, row)
             else:
                 self._run.log(row)
+
+    def _reduced(self, metrics: dict[str, float], num_rows: Counter[str]) -> dict[str, float]:
+        """What `reduced_logging` leaves of a row: every second row's basics, details of one row in so many."""
+        detail = next((kind for kind in ("dataset/", "perf/") if any(key.startswith(kind) for key in metrics)), "")
+        num_rows[detail] += 1
+        is_kept = not detail or num_rows[detail] % self._one_detail_in == 0
+        if STEP_KEY not in metrics:  # datasets, or what the loop itself logs
+            return metrics if is_kept else {}
+        num_rows[STEP_KEY] += 1
+        if detail and is_kept:
+            return metrics
+        return {key: metrics[key] for key in BASICS & metrics.keys()} if num_rows[STEP_KEY] % 2 == 0 else {}
 
     def close(self) -> None:
         """Finish the run if it is ours; the user's stays open."""
@@ -123,10 +140,3 @@ def _check_login(wandb: Any, settings: Mapping[str, Any]) -> None:
     is_given = not settings.keys().isdisjoint(("api_key", "identity_token_file", "base_url"))
     if not is_given and not wandb.login(prompt=False, verify=False):
         raise wandb.errors.UsageError("nobody is logged in here (run wandb login)")
-
-
-def _load_library() -> Any:
-    try:
-        return import_module("wandb")
-    except ImportError as error:
-        raise MissingLibraryError("wandb", needed_for="the sink wandb", extra="wandb") from error

@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from flopmeter.schema import PHASES
 
-DATA_WAIT, HOST_TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = map(
-    PHASES.index, ("data_wait", "host_to_device", "forward", "backward", "optimizer", "other")
-)
+DATA_WAIT, HOST_TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, NO_GRAD, OTHER = range(len(PHASES))
 PAUSE = len(PHASES)
 """Time between steps, taken out of them."""
 MAX_MARKS = 4096
@@ -36,22 +34,22 @@ class PhaseClock:
         now_ns: The clock; tests pass a fake one.
     """
 
-    __slots__ = ("_marks", "_now_ns", "note")
+    __slots__ = ("_now_ns", "marks", "note")
 
     def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._now_ns = now_ns
-        self._marks = [now_ns(), OTHER]  # one list for good: `note` is bound to it
-        self.note: Callable[[tuple[int, int]], None] = self._marks.extend
+        self.marks = [now_ns(), OTHER]  # one list for good: `note` is bound to it
+        self.note: Callable[[tuple[int, int]], None] = self.marks.extend
         """`switch` without a call in between: takes the clock and the phase that begins. `bound` goes with it."""
 
     @property
     def current(self) -> int:
         """The phase that runs now."""
-        return self._marks[-1]
+        return self.marks[-1]
 
     def start(self) -> None:
         """Let the step begin only now: what went before belongs to none."""
-        self._marks[:] = self._now_ns(), self._marks[-1]
+        self.marks[:] = self._now_ns(), self.marks[-1]
 
     def switch(self, phase: int) -> None:
         """Let another phase begin."""
@@ -60,12 +58,12 @@ class PhaseClock:
 
     def bound(self) -> None:
         """Add marks up when there are too many: a loop that never steps must not fill the memory."""
-        if len(self._marks) > MAX_MARKS:
-            self._marks[:] = _shortened(self._marks)
+        if len(self.marks) > MAX_MARKS:
+            self.marks[:] = _shortened(self.marks)
 
     def take(self, now_ns: int | None = None) -> tuple[int, ...]:
         """Close the step and give its marks, for `split`; the phase that runs goes on into the next one."""
-        marks = self._marks
+        marks = self.marks
         if now_ns is None:
             now_ns = self._now_ns()
         taken = (*marks, now_ns)
@@ -75,7 +73,7 @@ class PhaseClock:
     @contextmanager
     def phase(self, phase: int) -> Iterator[None]:
         """Time a part of the code as a phase; what is inside another phase is taken out of that one."""
-        outer = self._marks[-1]
+        outer = self.marks[-1]
         self.switch(phase)
         try:
             yield
@@ -86,14 +84,14 @@ class PhaseClock:
     @contextmanager
     def pause(self) -> Iterator[Callable[[], float]]:
         """Take time out of the step; yields a function that gives the seconds of the pause once it is over."""
-        outer = self._marks[-1]
+        outer = self.marks[-1]
         self.switch(PAUSE)
-        start_ns = end_ns = self._marks[-2]
+        start_ns = end_ns = self.marks[-2]
         try:
             yield lambda: (end_ns - start_ns) / 1e9
         finally:
             self.switch(outer)
-            end_ns = self._marks[-2]
+            end_ns = self.marks[-2]
 
 
 def split(marks: Sequence[int]) -> StepTime:

@@ -18,10 +18,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from os import getpid
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Literal, Protocol
+from weakref import WeakSet
 
 logger = logging.getLogger("flopmeter")
 
@@ -32,12 +32,21 @@ microseconds each and can get into the way of overlapped work."""
 UNSPLIT = "unsplit"
 """The phase of device time in which a mark is missing: it belongs to two phases, and nobody knows how much to which."""
 
+BEGIN = -2
+"""In place of a step's number: none has ended here, and one that is marked begins."""
+FIRST_STEPS, MARK_EVERY = 15, 16
+"""Steps that are all marked, the warm-up and twelve more; and of how many beyond them one is."""
 MAX_UNCOLLECTED_STEPS = 256
 # Both clocks drift apart by up to this much; beyond it, one of them stood still or jumped.
 _CLOCK_SLACK_S = 100e-6
 _CLOCK_SLACK_SHARE = 200e-6
 
 Flaw = Literal["incomplete", "unordered"]
+
+
+def is_sampled(step: int) -> bool:
+    """One step in `MARK_EVERY`, the same on every rank: by a hash, in step with nothing that a loop does at times."""
+    return (step * 0x9E3779B1 & 0xFFFFFFFF) * MARK_EVERY >> 32 == 0
 
 
 def has_one_connection() -> bool:
@@ -164,6 +173,19 @@ class _OpenStep:
         return DeviceStep(step=step, device_s=self._device_s, phases=self.phases)
 
 
+_timelines: WeakSet[DeviceTimeline] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, which may not use the device. To ask for the process in each mark costs a system call."""
+    for timeline in list(_timelines):
+        timeline.close()
+        timeline._finished.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class DeviceTimeline:
     """Marks the borders of phases on one device and tells, steps later, how long the device took between them.
 
@@ -177,7 +199,8 @@ class DeviceTimeline:
     def __init__(self, source: EventSource, *, now_ns: Callable[[], int] = perf_counter_ns) -> None:
         self._source = source
         self._now_ns = now_ns
-        self._process, self._thread = getpid(), get_ident()
+        self._thread = get_ident()
+        _timelines.add(self)
         self._is_armed, self._is_in_use = True, False
         self._has_one_connection = has_one_connection()
         # A ring, as long as there are events: `_num_read - 1` is the last one read, kept to measure the next against.
@@ -217,12 +240,17 @@ class DeviceTimeline:
         if get_ident() == self._thread:
             self._place("other", step)
 
+    def begin(self) -> None:
+        """A step begins here that is marked, behind one that is not."""
+        if get_ident() == self._thread:
+            self._place("other", BEGIN)
+
     def poll(self) -> list[DeviceStep]:
         """Steps finished since the last call, in order; never waits.
 
         A step whose end could not be marked never comes: whoever waits for it may stop when a later one is here.
         """
-        if get_ident() != self._thread or getpid() != self._process:
+        if get_ident() != self._thread:
             return []
         if self._num_recorded > self._num_read and self._is_armed:
             try:
@@ -239,10 +267,10 @@ class DeviceTimeline:
         self._is_armed = False
 
     def _place(self, phase: str, step: int) -> None:
-        if not self._is_armed or getpid() != self._process:
+        if not self._is_armed:
             return
         self._phase = phase
-        if phase == "forward" or step >= 0:
+        if phase in ("forward", "no_grad") or step != -1:
             self._marks_left = MARKS_PER_MICRO_BATCH
         try:
             if not self._is_in_use and not self._source.initialized():
@@ -276,7 +304,7 @@ class DeviceTimeline:
     def _skip(self, step: int) -> None:
         """No event for this mark: none is free, there were too many in a micro-batch, or a graph is captured."""
         self._missed_mark = True
-        self._missed_end = self._missed_end or step >= 0
+        self._missed_end = self._missed_end or step != -1
 
     def _read(self) -> None:
         """Read every event that the device has passed. Only recorded ones are asked: `query` is True for the rest."""
@@ -289,7 +317,9 @@ class DeviceTimeline:
 
     def _take(self, slot: int, seen_ns: int) -> None:
         mark = self._marks[slot]
-        if self._open is None:
+        if mark.step == BEGIN:
+            self._open = _OpenStep(mark.host_ns, seen_ns)
+        elif self._open is None:
             self._open = _OpenStep(mark.host_ns, seen_ns, "incomplete")
         else:
             last = (self._num_read - 1) % self._size

@@ -17,6 +17,8 @@ TYPICAL_STEPS = 20
 """Ordinary steps whose median says what is typical, before and after a sample."""
 FIRST_STEPS = 10
 """Ordinary steps before the first sample: a short run is to have one too."""
+MAX_REPEATS, REPEAT_STEPS = 2, 3
+"""Samples that are taken again, a few steps later, where the first was disturbed: the median of three counts."""
 MAX_SLOWDOWN = 1.1
 """After-effects that were reported are 10-20 %; less is not told from noise by twenty steps."""
 NEVER = 1 << 62
@@ -55,7 +57,7 @@ class SamplingPlan:
         """The last sample: the step after it, and whether the tracer may have stayed. Replaced as a whole."""
         self._split_at: tuple[int, bool] | None = None
         """The sample that `_recent` begins after."""
-        self._num_samples = 0
+        self._num_samples = self._num_repeats = 0
         self._is_stopped = False
 
     def note_step(self, index: int, step_s: float) -> AfterEffect | None:
@@ -102,7 +104,7 @@ class SamplingPlan:
         """
         if self._is_stopped or num_steps < self.next_step:
             return False
-        if not self._num_samples:
+        if self._num_samples <= self._num_repeats:
             return True  # without one there is no split at all
         expected_s = self.spent_s / self._num_samples
         if spent_s + expected_s <= self._budget * run_s:
@@ -114,13 +116,22 @@ class SamplingPlan:
         """It cannot be now: ask again some steps later."""
         self.next_step = num_steps + TYPICAL_STEPS
 
-    def note_sampled(self, num_steps: int, step_s: float, reading_s: float, *, may_linger: bool = True) -> None:
+    def note_sampled(
+        self,
+        num_steps: int,
+        step_s: float,
+        reading_s: float,
+        *,
+        may_linger: bool = True,
+        is_disturbed: bool = False,
+    ) -> None:
         """A sampled step is done.
 
         Args:
             num_steps: Steps done so far, with this one.
             reading_s: What starting, stopping and reducing took.
             may_linger: Whether the tracer stays attached, so that the steps to come have to be watched.
+            is_disturbed: Whether the thread was kept from its core meanwhile: its operators are not what took the time.
         """
         recent = list(self._recent)  # a copy: the background appends to it
         self.typical_s = median(recent) if recent else None
@@ -129,6 +140,8 @@ class SamplingPlan:
         self._num_samples += 1
         has_next = self._interval_steps and not self._is_stopped
         self.next_step = num_steps + self._interval_steps if has_next else NEVER
+        if is_disturbed and self._num_samples <= MAX_REPEATS and not self._is_stopped:
+            self._num_repeats, self.next_step = self._num_samples, num_steps + REPEAT_STEPS
 
 
 def is_slower(before_s: Sequence[float], after_s: Sequence[float]) -> bool:

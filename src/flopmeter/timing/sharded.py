@@ -23,9 +23,6 @@ from flopmeter.torch_compat import FSDP2_WAITS
 
 logger = logging.getLogger("flopmeter")
 
-SAMPLE_EVERY = 16
-"""Steps from one that is looked at to the next: three in an interval of the ranks' statistics."""
-
 
 class ShardedWaits:
     """Seconds that the device waited, by phase, on sampled steps. Never raises: the first failure switches it off.
@@ -64,12 +61,16 @@ class ShardedWaits:
         while self._undo:
             self._undo.pop()()
 
-    def end_step(self, number: int) -> None:
-        """The host has ended a step; the next one may be looked at."""
+    def end_step(self, number: int, *, begins: bool) -> None:
+        """The host has ended a step.
+
+        Args:
+            begins: Whether the next one is to be looked at.
+        """
         if self._is_sampling:
             self._is_sampling = False
             self._step = number if self._is_whole else None
-        elif number % SAMPLE_EVERY == 0 and not self._is_off:
+        elif begins and not self._is_off:
             self._phases, self._num_marks, self._step = [], 0, None
             self._is_sampling = self._is_whole = True
 

@@ -11,9 +11,7 @@ one pass, without holding their text; a damaged one gives what is left of it, an
 
     events      the events in the file's text, decompressed, bounded
     timeline    what is kept of them
-    placement   in which phase the host was, and so what each kernel was for
-    steps       what the device did at each instant of each step
-    counting    FLOPs from recorded shapes
+    steps       what each kernel was for, what the device did at each instant of each step, FLOPs from recorded shapes
     rank, trace one file; all of them, and all of them as a run
 
 Nesting, arguments and the splitting of time are shared with live profiles: `profiling/recorded.py`.

@@ -17,9 +17,9 @@ import os
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -38,44 +38,30 @@ PIECE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
 _GZIP = b"\x1f\x8b"
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes of the file read so far and its size."""
 
-
-def trace_text(
-    path: Path, problems: list[str], *, max_text_bytes: int | None = None, on_progress: Progress | None = None
-) -> Iterator[bytes]:
+def trace_text(path: Path, problems: list[str], *, max_text_bytes: int | None = None) -> Iterator[bytes]:
     """The text of one file, piece by piece; why it ends early, if it does, is added to the problems."""
     num_bytes = 0
     try:
         if (path / RUN_FILE).exists():
-            raise TraceError(f"{path} is a run, not a trace: flopmeter diagnose {path}")
+            raise TraceError(f"{path} is a run, not a trace: flopmeter report {path}")
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             is_compressed = file.read(2) == _GZIP
             file.seek(0)
             usual = min(MAX_TEXT_BYTES, max(UNSUSPECTED_BYTES, MAX_RATIO * size)) if is_compressed else MAX_TEXT_BYTES
             limit = max_text_bytes or usual
-            raw = _read(file, size, on_progress)
+            raw = iter(lambda: file.read(_READ_BYTES), b"")
             for piece in _inflate(raw, problems) if is_compressed else raw:
                 num_bytes += len(piece)
                 if num_bytes > limit:
                     raise TraceError(
                         f"{path} holds more than {as_size(limit)} of text in {as_size(size)}, the most that is read: "
-                        f"if that is right, allow more with --max-gb (max_text_bytes in Python)"
+                        f"if that is right, allow more with max_text_bytes of load_trace"
                     )
                 yield piece
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
-
-
-def _read(file: BinaryIO, size: int, on_progress: Progress | None) -> Iterator[bytes]:
-    done = 0
-    while piece := file.read(_READ_BYTES):
-        done += len(piece)
-        if on_progress:
-            on_progress(done, size)
-        yield piece
 
 
 def _inflate(pieces: Iterable[bytes], problems: list[str]) -> Iterator[bytes]:

@@ -17,10 +17,8 @@ from flopmeter.errors import FlopmeterError, TraceError
 from flopmeter.metrics import utilisation
 from flopmeter.profiling.recorded import Activity, Cover, FlopSums
 from flopmeter.text import percent
-from flopmeter.traces.counting import Counting, count
-from flopmeter.traces.events import EventReader, Head, Progress, trace_text
-from flopmeter.traces.placement import Host, place
-from flopmeter.traces.steps import StepWindow, TracedStep, find_windows, split
+from flopmeter.traces.events import EventReader, Head, trace_text
+from flopmeter.traces.steps import Counting, Host, StepWindow, TracedStep, count, find_windows, place, split
 from flopmeter.traces.timeline import MAX_EVENTS, Collector, DeviceEvents, Timeline
 
 MIN_COVERAGE = 0.97
@@ -74,16 +72,14 @@ class RankTrace:
         return None if self.mfu_reason else utilisation(flop, peaks, seconds)
 
 
-def read_timeline(
-    path: Path, *, max_text_bytes: int | None = None, on_progress: Progress | None = None
-) -> tuple[Timeline, Head, list[str]]:
+def read_timeline(path: Path, *, max_text_bytes: int | None = None) -> tuple[Timeline, Head, list[str]]:
     """What is kept of a file, what it says of itself, and what could not be read.
 
     Raises:
         TraceError: it is missing, not a trace, or holds more than it may.
     """
     problems: list[str] = []
-    text = trace_text(path, problems, max_text_bytes=max_text_bytes, on_progress=on_progress)
+    text = trace_text(path, problems, max_text_bytes=max_text_bytes)
     reader, collector = EventReader(text, str(path)), Collector()
     for batch in reader:
         collector.take(batch)
@@ -97,19 +93,19 @@ def read_timeline(
     return timeline, reader.head, problems
 
 
-def read_rank(
-    path: Path,
-    *,
-    peak_flop_per_s: float | None = None,
-    max_text_bytes: int | None = None,
-    on_progress: Progress | None = None,
-) -> RankTrace:
+def read_rank(path: Path, *, peak_flop_per_s: float | None = None, max_text_bytes: int | None = None) -> RankTrace:
     """Read and analyse one file.
 
     Raises:
         TraceError: nothing can be said about it.
     """
-    timeline, head, problems = read_timeline(path, max_text_bytes=max_text_bytes, on_progress=on_progress)
+    timeline, head, problems = read_timeline(path, max_text_bytes=max_text_bytes)
+    if timeline.elsewhere and not len(timeline.device_events):
+        seen = ", ".join(sorted(timeline.elsewhere)[:3])
+        raise TraceError(
+            f"{path} is of an accelerator ({seen}) and has no kernel that can be read, and what the host did is not "
+            "what the device did: record a GPU's kernels with ProfilerActivity.CUDA or XPU; other devices' are not read"
+        )
     host = Host(timeline)
     placed = place(timeline, host)
     windows = find_windows(timeline, placed)

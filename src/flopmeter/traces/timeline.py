@@ -32,6 +32,8 @@ _CANNOT_LAUNCH = re.compile(
     r"Query|Occupancy|Attribute|Capturing|CaptureInfo|LastError|Synchronize|WaitEvent|EventRecord|EventCreate"
     r"|Malloc|Free|HostAlloc|Priority|GetDevice|DriverGet|Pointer"
 )
+_ACCELERATORS = ("mtia_ccp_events", "mtia_insight", "mtia_workloadd", "hpu_op", "glow_runtime")
+"""Events of devices whose work is not read: what the host did beside it is not what the device did."""
 _WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize$")
 
 
@@ -113,6 +115,8 @@ class Timeline:
     """Number of a ProfilerStep to its host start, end and thread."""
     device_steps: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     """The same as the device saw them; used where the host was not recorded."""
+    elsewhere: set[str] = field(default_factory=set)
+    """Signs that an accelerator worked, apart from kernels that can be read: categories of events, launching calls."""
     num_events: int = 0
     """Events seen, of all kinds."""
     num_unsound: int = 0
@@ -142,6 +146,9 @@ class Collector:
         self._on_category: dict[str, Callable[[TraceEvent, float, float], None]] = {
             **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), self._device_event),
             **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "Runtime", "runtime"), self._call),
+            **dict.fromkeys(("xpu_runtime", "xpu_driver", "mtia_runtime"), self._call),
+            **dict.fromkeys(("privateuse1_runtime", "privateuse1_driver"), self._call),
+            **dict.fromkeys(_ACCELERATORS, lambda event, *_: self.timeline.elsewhere.add(event.cat)),
             **dict.fromkeys(("cpu_op", "Operator", "user_annotation"), self._host),
             "gpu_user_annotation": self._device_annotation,
         }
@@ -180,9 +187,11 @@ class Collector:
 
     def _call(self, event: TraceEvent, start_us: float, end_us: float) -> None:
         effect = _effect(event.name)
+        if effect == "kernel":
+            self.timeline.elsewhere.add(event.name)
         if effect == "waits":
             self.timeline.waits.setdefault(event.name, []).append(start_us)
-        elif effect == "launches" and event.args is not None:
+        elif effect != "none" and event.args is not None:
             correlation = _integer(event.args.correlation)
             if correlation >= 0:
                 self.timeline.launches[correlation] = (start_us, self._thread(event.tid))
@@ -247,11 +256,13 @@ def _meaning(name: str) -> tuple[str, Formula | None]:
 
 
 @lru_cache(maxsize=4096)
-def _effect(name: str) -> Literal["waits", "launches", "none"]:
-    """What a call of the runtime may do."""
+def _effect(name: str) -> Literal["waits", "kernel", "launches", "none"]:
+    """What a call of the runtime may do: wait for the device, launch a kernel, launch anything, or neither."""
     if _WAITS.search(name):
         return "waits"
-    return "none" if _CANNOT_LAUNCH.search(name) else "launches"
+    if _CANNOT_LAUNCH.search(name):
+        return "none"
+    return "kernel" if "launchkernel" in name.lower() or "kernellaunch" in name.lower() else "launches"
 
 
 def _step_number(name: str) -> int:

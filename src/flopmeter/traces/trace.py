@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,21 +16,14 @@ from typing import Any
 from flopmeter import __version__
 from flopmeter.errors import TraceError
 from flopmeter.metrics import Measured, add_up, as_row
-from flopmeter.profiling.recorded import PARTS, Activity, FlopSums
+from flopmeter.profiling.recorded import PARTS, UNSEEN_MASKS, Activity, FlopSums
 from flopmeter.record import Run
 from flopmeter.record.reader import RunReader
 from flopmeter.schema import PHASES, SCHEMA_VERSION
 from flopmeter.traces.rank import MIN_COVERAGE, RankTrace, read_rank
 from flopmeter.traces.steps import TracedStep
 
-Progress = Callable[[Path, int, int], None]
-"""Called with the file at hand, its bytes read so far, and its size."""
 MAX_RANKS_LISTED = 1024
-UNSEEN_MASKS = (
-    "A trace holds shapes, not values: padding, masks given as tensors, and attention made of plain products count in "
-    "full."
-)
-_FLOP_PHASES = ("forward", "backward", "recompute", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,17 +41,12 @@ class Trace:
         """The trace as if it had been a monitored run of these steps, for the waterfall, the rules and the report."""
         return make_run(self)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Everything that is known, in plain types."""
-        return {"notes": list(self.notes), "ranks": [_rank_dict(rank) for rank in self.ranks]}
-
 
 def load_trace(
     paths: str | Path | Iterable[str | Path],
     *,
     peak_flop_per_s: float | None = None,
     max_text_bytes: int | None = None,
-    on_progress: Progress | None = None,
 ) -> Trace:
     """Read the traces of one job, a file for each rank; what is damaged or missing is named in `Trace.notes`.
 
@@ -73,10 +60,7 @@ def load_trace(
     files = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
     if not files:
         raise TraceError("no trace was given")
-    ranks = []
-    for file in files:
-        show = None if on_progress is None else partial(on_progress, file)
-        ranks.append(read_rank(file, peak_flop_per_s=peak_flop_per_s, max_text_bytes=max_text_bytes, on_progress=show))
+    ranks = [read_rank(file, peak_flop_per_s=peak_flop_per_s, max_text_bytes=max_text_bytes) for file in files]
     notes = [f"{rank.path.name}: {note}" if len(ranks) > 1 else note for rank in ranks for note in rank.notes]
     known = [rank.rank for rank in ranks]
     if len(ranks) > 1 and (None in known or len(set(known)) < len(known)):
@@ -92,42 +76,6 @@ def load_trace(
     if len({rank.device for rank in ranks}) > 1:
         notes.append(f"the ranks ran on different devices; peaks are those of {ordered[0].device}")
     return Trace(ranks=tuple(ordered), numbers=numbers, notes=tuple(notes))
-
-
-_OF_RANK = ("rank", "world_size", "device", "num_events", "mfu_reason")
-_OF_STEP = (
-    *("step_s", "busy_s", "compute_s", "communication_s", "exposed_communication_s", "copy_s", "idle_s"),
-    *("launch_gap_s", "data_wait_s", "other_idle_s", "phase_s", "num_launches"),
-)
-
-
-def _rank_dict(rank: RankTrace) -> dict[str, Any]:
-    return {
-        "path": str(rank.path),
-        **{name: getattr(rank, name) for name in _OF_RANK},
-        "coverage": rank.counting.coverage,
-        "uncounted": rank.counting.uncounted,
-        "peak_flop_per_s": {dtype: peak.flop_per_s for dtype, peak in rank.peaks.items()},
-        "steps": [_step_dict(rank, flop, time) for flop, time in zip(rank.flops, rank.times, strict=True)],
-        "top": [list(row) for row in rank.top],
-        "facts": dict(rank.facts),
-        "notes": list(rank.notes),
-    }
-
-
-def _step_dict(rank: RankTrace, flop: FlopSums, time: TracedStep) -> dict[str, Any]:
-    return {
-        "step": time.number,
-        **{name: getattr(time, name) for name in _OF_STEP},
-        **{
-            f"{work.name.lower()}_s": time.activity_s[work]
-            for work in (Activity.MATMUL, Activity.RECOMPUTE, Activity.OPTIMIZER)
-        },
-        "counted_flop": sum(flop.model.values()) if flop.model else None,
-        "flop_by_phase": flop.by_phase,
-        "mfu": rank.mfu(flop.model, time.step_s),
-        "hfu": rank.mfu(flop.hardware, time.step_s),
-    }
 
 
 def make_run(trace: Trace) -> Run:
@@ -210,7 +158,7 @@ def _profile(rank: RankTrace, step: _JobStep, steps: Sequence[_JobStep]) -> dict
         seconds["optimizer_s"] = time.phase_s.get("optimizer", 0.0)
     else:
         seconds["non_matmul_s"] += time.activity_s[Activity.DEVICE_COPY]
-        seconds["gap_s"] = time.launch_gap_s
+        seconds["gap_s"], seconds["queued_s"] = time.launch_gap_s, time.other_idle_s
     return {
         "device": "cpu" if rank.is_cpu else "cuda",
         "step_s": time.step_s,
@@ -228,11 +176,7 @@ def _count(steps: Sequence[_JobStep], rank: RankTrace) -> dict[str, Any]:
     is_partial = counting.coverage is not None and counting.coverage < MIN_COVERAGE
     return {
         "model_flop": sum(flop.model.values()),
-        **{f"{phase}_flop": flop.by_phase.get(phase, 0.0) for phase in _FLOP_PHASES},
-        "hardware_flop": sum(flop.hardware.values()),
-        "by_dtype": flop.model,
-        "hardware_by_dtype": flop.hardware,
-        "by_op": flop.by_op,
+        **flop.fields(),
         "by_module": {},
         "coverage": counting.coverage,
         "uncounted": counting.uncounted,

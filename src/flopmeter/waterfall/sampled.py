@@ -5,11 +5,13 @@ that ordinary steps spend on it. Where the surplus sits, we do not know. Recordi
 operator, between operators: so much is taken off the gaps. The rest is taken to be chance, another process on the core,
 and comes off everything in proportion. On a GPU kernels are timed by the device, and last no longer because the host is
 traced: there the whole surplus comes off the gaps, and off nothing else; where ordinary steps are longer than the
-sampled one, the device idles for longer in them, and the gaps are larger. Elsewhere a sampled step that was faster than
-ordinary ones is left as it is, and leaves something unexplained. What was taken off a part is its uncertainty.
+sampled one, the device idles for longer in them, and the gaps are larger. On a CPU where the thread waits for a core, a
+sampled step that was faster than ordinary ones is stretched as a whole, as the waits stretch them. Elsewhere it is left
+as it is, and leaves something unexplained. What was taken off a part is its uncertainty.
 
 A profile may see some of the loop's own code as well, that between the forward and the backward pass. Then the surplus
-is known only between two bounds, and what the whole step took beyond a typical one decides within them.
+is known only between two bounds, and what the whole step took beyond a typical one decides within them. So much of the
+gaps, as far as they go, is own code: what a loop does between its passes is Python more often than operators.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from flopmeter.columns import known, number_or_nan
 OPERATORS = ("matmul_s", "recompute_s", "non_matmul_s")
 INSIDE = (*OPERATORS, "gap_s")
 """What a step spends on computing, and the gaps in it; a profile may lack some."""
-BESIDE = ("optimizer_s", "copy_s", "communication_s")
+BESIDE = ("optimizer_s", "copy_s", "communication_s", "queued_s")
 RECORDING_S = 5e-6
 """What recording costs per operator: it and the handful of ranges in and around it take about a microsecond each."""
 MAX_PROFILES = 5
@@ -43,6 +45,8 @@ class Ordinary(NamedTuple):
     """Outside all phases, in the loop's own code; a profile may see some of it."""
     num_optimizer_ops: float
     """Operators of the update, which a profile counts but does not leave gaps for."""
+    is_starved: bool = False
+    """Whether the thread waits for a core, which stretches all that it does alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,14 @@ class Sampled:
     """For the same keys: what the correction may have put in the wrong place."""
     num_ops: float
     """Operators of a step; NaN when unknown."""
+    own_operators_s: float
+    """Operators of the loop's own code, between the passes, that are in these seconds; its gaps have been taken off."""
+    own_idle_s: float
+    """For how long a GPU idled between two steps while the loop ran its own code."""
+    kept: float
+    """Seconds of operators in these seconds over those of the latest sampled step as it was recorded."""
+    waited_s: float
+    """For how long the thread waited for a core in one of them; 0 where that is not known."""
     top: tuple[tuple[str, float, float], ...]
     """Name, seconds (corrected) and calls of the longest operators of the latest sampled step."""
 
@@ -83,16 +95,28 @@ def reduce_profiles(
         for profile, surplus_s, event in zip(profiles, surpluses_s, usable, strict=True)
     ]
     keys = [key for key in (*INSIDE, *BESIDE) if any(key in profile for profile in profiles)]
+    is_gpu, own_s = usable[-1].get("device") == "cuda", 0.0
+    inside_s = middle(
+        [math.fsum(profile.get(key, 0.0) for key in INSIDE) for profile in (profiles if is_gpu else corrected)]
+    )
+    if ordinary is not None and not is_gpu:
+        own_s = min(max(inside_s - ordinary.compute_s, 0.0), ordinary.loop_s)
     taken_off = {
         key: [before[key] - after[key] for before, after in zip(profiles, corrected, strict=True) if key in before]
         for key in keys
     }
+    found = {key: middle([profile[key] for profile in corrected if key in profile]) for key in keys}
+    own_gap_s = min(own_s, found.get("gap_s", 0.0))
     return Sampled(
-        device="cuda" if usable[-1].get("device") == "cuda" else "cpu",
+        device="cuda" if is_gpu else "cpu",
         num_profiles=len(profiles),
-        seconds={key: middle([profile[key] for profile in corrected if key in profile]) for key in keys},
+        seconds={**found, "gap_s": found["gap_s"] - own_gap_s} if "gap_s" in found else found,
         uncertainty_s={key: abs(median(values)) for key, values in taken_off.items()},
         num_ops=median(known(event.get("num_ops") for event in usable) or [math.nan]),
+        own_operators_s=own_s - own_gap_s,
+        own_idle_s=min(max(ordinary.compute_s - inside_s, 0.0), ordinary.loop_s) if ordinary and is_gpu else 0.0,
+        waited_s=median(math.fsum(known([event.get("waited_s")])) for event in usable),
+        kept=_kept(profiles[-1], corrected[-1]),
         top=_top(usable[-1].get("top"), _kept(profiles[-1], corrected[-1])),
     )
 
@@ -103,14 +127,17 @@ def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _surplus_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
-    """What sampling added to the step's computing; on a CPU 0 where the step was faster than ordinary ones."""
+    """What sampling added to the step's computing; below 0 on a CPU only where waits for a core stretch other steps."""
     if ordinary is None:
         return 0.0
     most_s = math.fsum(known(event.get(key) for key in INSIDE)) - ordinary.compute_s
     least_s = most_s - ordinary.loop_s
     longer_s = number_or_nan(event.get("step_s")) - number_or_nan(event.get("typical_step_s"))
-    likely_s = least_s if math.isnan(longer_s) else min(max(longer_s, least_s), most_s)
-    return likely_s if event.get("device") == "cuda" else max(likely_s, 0.0)
+    if event.get("device") == "cuda":  # what ordinary steps idle beyond the kernels' span, the loop's own code explains
+        return most_s + min(max(-most_s, 0.0), ordinary.loop_s)
+    if ordinary.is_starved and most_s < 0:
+        return most_s
+    return max(least_s if math.isnan(longer_s) else min(max(longer_s, least_s), most_s), 0.0)
 
 
 def _recording_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
@@ -127,7 +154,7 @@ def _correct(profile: Mapping[str, float], surplus_s: float, recording_s: float 
     gap_s = profile.get("gap_s", 0.0)
     if recording_s is None:
         return {**profile, "gap_s": max(gap_s - surplus_s, 0.0)} if "gap_s" in profile else dict(profile)
-    from_gap_s = min(recording_s, surplus_s, gap_s)
+    from_gap_s = min(recording_s, surplus_s, gap_s) if surplus_s > 0 else 0.0
     inside_s = math.fsum(profile.get(key, 0.0) for key in INSIDE) - from_gap_s
     kept = 1 - (surplus_s - from_gap_s) / inside_s if inside_s > 0 else 1.0
     without = {**profile, "gap_s": gap_s - from_gap_s} if "gap_s" in profile else profile

@@ -55,7 +55,9 @@ class Window:
         self.run = run
         self._amounts: dict[tuple[str, ...], Amount | None] = {}
         step_s = run.column("perf/step_time")
-        places = range(len(run))[_after_warm_up(run) if start is None else start : stop]
+        if start is None:
+            start = next((place for place in range(len(run)) if "warmup" not in run.marks.get(place, ())), 0)
+        places = range(len(run))[start:stop]
         untimed = _untimed(step_s, places)
         self.num_untimed = len(untimed)
         self._num_timed = len(places) - len(untimed)
@@ -68,7 +70,9 @@ class Window:
         """Positions of those that represent the run; all of them where none is without a mark."""
         self.num_ordinary = sum(map(len, self.ordinary))
         self._places = places
-        self.marked = self._marked(untimed)
+        left_out = set(untimed)
+        marks = () if self.num_ordinary == self._num_timed else run.marks
+        self.marked = [place for place in marks if place in places and place not in left_out]
         """Positions of the other steps whose duration is known."""
         self.steps_s = math.fsum(at(step_s, self.timed))
         """Time of all steps, pauses left out."""
@@ -84,11 +88,9 @@ class Window:
     def __len__(self) -> int:
         return self._num_timed
 
-    def _marked(self, untimed: Sequence[int]) -> list[int]:
-        if self.num_ordinary == self._num_timed:
-            return []
-        left_out = set(untimed)
-        return [place for place in self.run.marks if place in self._places and place not in left_out]
+    def count_from(self, step: float) -> int:
+        """Steps of the window from this number on."""
+        return sum(self.run.step[place] >= step for part in self.timed for place in part)
 
     @cached_property
     def surplus_s(self) -> float:
@@ -130,11 +132,21 @@ class Window:
 
     @cached_property
     def pauses_s(self) -> Mapping[str, float]:
-        """Seconds by name of the pauses between the first and the last step."""
-        return by_name(pause for pause in find_pauses(self.run.events) if not self._is_beside(pause))
+        """Seconds by name of the pauses between the first and the last step, roles left out."""
+        return by_name(pause for pause in self._pauses if not pause.is_role)
+
+    @cached_property
+    def roles_s(self) -> Mapping[str, float]:
+        """Seconds by name of what the loop did meanwhile besides training."""
+        return by_name(pause for pause in self._pauses if pause.is_role)
+
+    @cached_property
+    def _pauses(self) -> list[Pause]:
+        return [pause for pause in find_pauses(self.run.events) if not self._is_beside(pause)]
 
     def _is_beside(self, pause: Pause) -> bool:
-        middle_s = pause.end_s - pause.own_s / 2  # the end may touch the window's first step
+        # By its middle: the end may touch the window's first step. One that is not dated is in it.
+        middle_s = pause.end_s - pause.own_s / 2
         return middle_s < self.begin_s or middle_s > self.end_s
 
     @cached_property
@@ -145,21 +157,16 @@ class Window:
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of that name in the window; an undated one is taken to be in it."""
         end_s = math.inf if self._is_open else self.end_s
-        return [event for event in self.run.named(name) if not self._is_outside(event, end_s)]
+        found = [(event, number_or_nan(event.get("time"), LATEST_S)) for event in self.run.named(name)]
+        return [event for event, time_s in found if not (time_s < self.begin_s or time_s > end_s)]
 
     def latest(self, name: str) -> dict[str, Any]:
         """The last event of that name in the window, else the last one before it, else the first one after it."""
-        found = self.events(name) or self._nearest(name)
-        return found[-1] if found else {}
-
-    def _nearest(self, name: str) -> list[dict[str, Any]]:
+        if found := self.events(name):
+            return found[-1]
         named = self.run.named(name)
         before = [event for event in named if number_or_nan(event.get("time"), LATEST_S) < self.begin_s]
-        return before or named[:1]
-
-    def _is_outside(self, event: Mapping[str, Any], end_s: float) -> bool:
-        time_s = number_or_nan(event.get("time"), LATEST_S)
-        return time_s < self.begin_s or time_s > end_s
+        return (before or named[:1] or [{}])[-1]
 
 
 def _untimed(step_s: array[float], places: range) -> list[int]:
@@ -168,7 +175,3 @@ def _untimed(step_s: array[float], places: range) -> list[int]:
     if sound(durations_s, LONGEST_S) is durations_s and 0.0 not in durations_s:
         return []
     return [place for place in places if not 0 < step_s[place] < LONGEST_S]
-
-
-def _after_warm_up(run: Run) -> int:
-    return next((place for place in range(len(run)) if "warmup" not in run.marks.get(place, ())), 0)

@@ -19,12 +19,12 @@ from torch import nn
 
 from flopmeter.devices import peak_flops
 from flopmeter.errors import CountError
+from flopmeter.flops.count import count_call, unwrap
 from flopmeter.flops.estimate import estimate_flops
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.prediction import Law
 from flopmeter.flops.profiled import profile_flops
-from flopmeter.flops.side_count import count_call, unwrap
 from flopmeter.flops.training_state import training_state
 from flopmeter.flops.workload import needs_of, workload_of
 from flopmeter.metrics import utilisation
@@ -47,6 +47,7 @@ TRAINING_FACTOR = 3.0
 TOKENS_PER_IMAGE = 576
 MAX_COUNTED_SHAPES = 16
 """Smart mode counts this many shapes of a model; a run with more lengths than that gets the corrected estimate."""
+_MODES = ("smart", "profiler", "estimate", "hybrid")
 _VISION_ATTRIBUTES = ("visual", "vision_tower", "vision_model", "vision_encoder")
 
 _P = ParamSpec("_P")
@@ -100,12 +101,17 @@ def calculate_precise_mfu(
             "profiler" runs the model at every call; "hybrid" is smart, because hardware counters tell utilisation.
         actual_flops: FLOPs of the step, when they are known: nothing is measured then.
     """
-    if measurement_mode not in _MEASUREMENTS:
-        raise ValueError(f"measurement_mode {measurement_mode!r} is none of {', '.join(_MEASUREMENTS)}")
+    if measurement_mode not in _MODES:
+        raise ValueError(f"measurement_mode {measurement_mode!r} is none of {', '.join(_MODES)}")
     if step_time <= 0:
         raise ValueError(f"step_time={step_time}: a step takes more than 0 seconds")
-    if actual_flops is None:
-        actual_flops = _MEASUREMENTS[measurement_mode](model, batch_size, round(seq_length))
+    if actual_flops is None and measurement_mode == "profiler":
+        actual_flops = _measure_flops_with_profiler(model, batch_size, seq_length)
+    elif actual_flops is None:
+        if measurement_mode == "hybrid":
+            _say_once("hybrid mode counts FLOPs as smart mode does: hardware counters tell utilisation, not FLOPs")
+        mode = "estimate" if measurement_mode == "estimate" else "smart"
+        actual_flops = _counted_flop(model, batch_size, round(seq_length), mode)
     return calculate_mfu(actual_flops, step_time, get_gpu_peak_flops())
 
 
@@ -134,54 +140,29 @@ def _measure_flops_with_profiler(model: nn.Module, batch_size: int, seq_length: 
 _counted: WeakKeyDictionary[nn.Module, dict[tuple[str, int], dict[tuple[int, int], FlopCount]]] = WeakKeyDictionary()
 
 
-def _remembered(mode: str, counter: Callable[[nn.Module, int, int], FlopCount]) -> Callable[..., float]:
+def _counted_flop(model: nn.Module, batch_size: int, seq_length: int, mode: str) -> float:
     """Counted once for each shape and each way of training, then remembered as long as the model lives.
 
     A run with more shapes than are kept gets the others from the nearest one, by what its work grows with.
     """
-
-    def flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
-        known = _counted.setdefault(model, {}).setdefault((mode, training_state([model])), {})
-        shape = batch_size, seq_length
-        if shape not in known and len(known) >= MAX_COUNTED_SHAPES:
+    known = _counted.setdefault(model, {}).setdefault((mode, training_state([model])), {})
+    shape = batch_size, seq_length
+    if shape not in known:
+        inputs = _inputs(model, *shape)
+        if len(known) >= MAX_COUNTED_SHAPES:
             count = known[min(known, key=lambda own: abs(own[1] - seq_length))]
             if count.workload is not None:
-                after = workload_of(_inputs(model, *shape), needs_of(model))
-                return sum(Law.of(count, count.workload).at(after).model.values())
-        if shape not in known:
-            known[shape] = counter(model, *shape)
-        return known[shape].model_flop
-
-    return flop
-
-
-def _estimate(model: nn.Module, batch_size: int, seq_length: int) -> FlopCount:
-    return estimate_flops(model, _inputs(model, batch_size, seq_length))
-
-
-def _count(model: nn.Module, batch_size: int, seq_length: int) -> FlopCount:
-    """It is called inside training, so the model is never run for real: one that shapes do not tell of is estimated."""
-    try:
-        return count_call(model, (), _inputs(model, batch_size, seq_length), may_run=False)
-    except CountError as error:
-        logger.warning("the FLOPs are estimated instead: %s", error)
-        return _estimate(model, batch_size, seq_length)
-
-
-_smart_flop, _estimated_flop = _remembered("smart", _count), _remembered("estimate", _estimate)
-
-
-def _hybrid_flop(model: nn.Module, batch_size: int, seq_length: int) -> float:
-    _say_once("hybrid mode counts FLOPs as smart mode does: hardware counters tell utilisation, not FLOPs")
-    return _smart_flop(model, batch_size, seq_length)
-
-
-_MEASUREMENTS: dict[str, Callable[[nn.Module, int, int], float]] = {
-    "smart": _smart_flop,
-    "profiler": _measure_flops_with_profiler,
-    "estimate": _estimated_flop,
-    "hybrid": _hybrid_flop,
-}
+                return sum(Law.of(count, count.workload).at(workload_of(inputs, needs_of(model))).model.values())
+        try:  # called inside training, so the model is never run for real: one that shapes do not tell of is estimated
+            known[shape] = (
+                count_call(model, (), inputs, may_run=False) if mode == "smart" else estimate_flops(model, inputs)
+            )
+        except CountError as error:
+            if mode != "smart":
+                raise
+            logger.warning("the FLOPs are estimated instead: %s", error)
+            known[shape] = estimate_flops(model, inputs)
+    return known[shape].model_flop
 
 
 @cache
@@ -205,25 +186,19 @@ def _get_actual_sequence_length(model: nn.Module, batch_example: Mapping[str, An
     if tokens is None:
         raise ValueError("the batch has neither attention_mask nor input_ids")
     text = float(tokens.size(1)) if mask is None else float(mask.sum(1).float().mean())
-    return text + _missing_visual_tokens(model, batch_example) / tokens.size(0)
-
-
-def _missing_visual_tokens(model: nn.Module, batch: Mapping[str, Any]) -> float:
-    """Visual tokens of the batch, unless its text has placeholders for them."""
+    # Visual tokens, unless the text has placeholders for them.
     config = getattr(model, "config", None)
     placeholder = getattr(config, "image_token_id", None)
-    input_ids, grid, pixels = (batch.get(name) for name in ("input_ids", "image_grid_thw", "pixel_values"))
+    input_ids, grid, pixels = (batch_example.get(name) for name in ("input_ids", "image_grid_thw", "pixel_values"))
+    visual = 0.0
     if placeholder is not None and input_ids is not None and bool((input_ids == placeholder).any()):
-        return 0.0
+        return text
     if grid is not None:
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 2)
-        return float(grid.prod(-1).sum()) / merge**2
-    return float(TOKENS_PER_IMAGE * pixels.size(0)) if pixels is not None else 0.0
-
-
-def _is_multimodal(model: nn.Module) -> bool:
-    has_config = getattr(getattr(model, "config", None), "vision_config", None) is not None
-    return has_config or any(name.split(".")[-1] in _VISION_ATTRIBUTES for name, _ in model.named_modules())
+        visual = float(grid.prod(-1).sum()) / merge**2
+    elif pixels is not None:
+        visual = float(TOKENS_PER_IMAGE * pixels.size(0))
+    return text + visual / tokens.size(0)
 
 
 @_zero_on_failure
@@ -232,7 +207,9 @@ def _estimate_forward_flops(model: nn.Module, batch_size: int, seq_length: float
 
     Leaves out attention, and counts embeddings, frozen parts and idle experts as if they worked.
     """
-    coefficient = MULTIMODAL_COEFFICIENT if _is_multimodal(model) else TEXT_COEFFICIENT
+    sees = getattr(getattr(model, "config", None), "vision_config", None) is not None
+    sees = sees or any(name.split(".")[-1] in _VISION_ATTRIBUTES for name, _ in model.named_modules())
+    coefficient = MULTIMODAL_COEFFICIENT if sees else TEXT_COEFFICIENT
     return coefficient * sum(p.numel() for p in model.parameters()) * batch_size * seq_length
 
 

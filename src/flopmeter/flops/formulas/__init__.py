@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -71,7 +72,7 @@ _SOLVER = re.compile(
     r"|matrix_exp|orgqr|ormqr|svd|triangular_solve)"
 )
 _TORCHS_OWN = frozenset(
-    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order"}
+    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "fsdp", "higher_order", "mkldnn"}
 )
 """Namespaces whose operators are known: one of them without a formula has matrix work only if its name says so."""
 RECORDED_DTYPES = {
@@ -101,7 +102,7 @@ class Formula:
     """Qualified operator name without its overload: "aten::mm"."""
     function: FormulaFunction
     family: str
-    """Name of the file that holds it ("attention", "matmul"), or "user"."""
+    """Name of the file that holds it ("attention", "matmul"), "user", or "library" for one registered with torch."""
     values: tuple[str, ...] = ()
     """Arguments whose integers the formula needs (sequence offsets, for instance)."""
     composite: bool = False
@@ -177,9 +178,36 @@ def _load_families() -> None:
 
 
 def find(op: str) -> Formula | None:
-    """The formula of an operator ("aten::mm"), or None when nobody has registered one."""
+    """The formula of an operator ("aten::mm"): ours or a user's, else what its library has registered with torch."""
     _load_families()
-    return _registry.get(op)
+    return _registry.get(op) or _of_library(op)
+
+
+def _of_library(op: str) -> Formula | None:
+    """What `torch.utils.flop_counter.register_flop_formula` was given for an operator that is not torch's own."""
+    namespace, _, name = op.partition("::")
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if namespace in _TORCHS_OWN or counter is None:
+        return None
+    function = counter.flop_registry.get(getattr(getattr(sys.modules["torch"].ops, namespace), name, None))
+    if function is None:
+        return None
+    of_shapes = getattr(function, "__wrapped__", None)  # torch puts a function around those that take shapes
+
+    def count(*args: Any, **options: Any) -> int:
+        if of_shapes is None:
+            return int(function(*args, **options, out_val=None))
+        return int(
+            of_shapes(*map(_shape, args), **{key: _shape(value) for key, value in options.items()}, out_shape=None)
+        )
+
+    return Formula(op=op, function=count, family="library")
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return value.shape
+    return [_shape(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @cache

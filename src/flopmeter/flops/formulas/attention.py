@@ -11,6 +11,14 @@ multiplies across documents. A causal mask is aligned with the first query and k
 with the last; there a window bound of -1 is none. Argument orders of other packages are those of flash-attn 2.7 and
 later (`flash_attn::`) and of its Hopper package (`flash_attn_3::`).
 
+flex_attention: full counts all pairs; exact and hardware count the blocks that the kernel visits, each whole: a block
+that the mask keeps in part is computed in part for the mathematics and whole by the kernel, and the formula cannot see
+inside it, so exact is an upper bound (a caller who evaluates `mask_mod` does better). Without the values of the block
+counts, all pairs count. `score_mod` is left out.
+
+The backward kernel runs over keys and over queries separately: it computes the scores twice more and their gradient
+twice, seven products where four are the mathematics (torch's `flex_backwards` template).
+
 Left out: softmax, scaling, bias and its gradient, dropout, the rounding of skipped regions to whole blocks, keys hidden
 by `seqused_k`/`seqlen_k`, and the key-value caches of inference. Chunked attention is refused.
 """
@@ -193,3 +201,38 @@ def transformer_encoder_layer(
     """A frozen layer's fast path: all linear layers, and attention in full, as of one head."""
     linears = linear_flop(src, qkv_weight, proj_weight, ffn_weight_1, ffn_weight_2)
     return linears + _attention("", True, src, src, src).full
+
+
+_PARTIAL, _WHOLE, _QUERY_BLOCK, _KEY_BLOCK = 2, 4, -3, -2
+"""Where `BlockMask.as_tuple()` holds the counts of partly and wholly kept blocks, and the block's two sides."""
+
+
+def _block_pairs(query: Spec, key: Spec, block_mask: Any) -> tuple[int, int]:
+    """Of all heads: every pair, and those of the visited blocks."""
+    heads = prod(query.shape[:-2])
+    full = heads * query.shape[-2] * key.shape[-2]
+    counts = [block_mask[index] for index in (_PARTIAL, _WHOLE) if block_mask[index] is not None]
+    if any(count.values is None for count in counts):
+        return full, full
+    # The mask has its own batch and heads, which may be 1 for all. The last blocks may overhang.
+    visited = sum(sum(count.values) * heads // prod(count.shape[:-1]) for count in counts)
+    return full, min(visited * block_mask[_QUERY_BLOCK] * block_mask[_KEY_BLOCK], full)
+
+
+@formula("higher_order::flex_attention query key value score_mod block_mask", values=("block_mask",))
+def flex_attention(query: Spec, key: Spec, value: Spec, block_mask: Any, **_: Any) -> Work:
+    """Two products."""
+    return attention_work(*_block_pairs(query, key, block_mask), query.shape[-1], value.shape[-1], is_backward=False)
+
+
+@formula(
+    "higher_order::flex_attention_backward query key value out logsumexp grad_out grad_logsumexp "
+    "fw_graph joint_graph block_mask",
+    values=("block_mask",),
+)
+def flex_attention_backward(query: Spec, key: Spec, value: Spec, block_mask: Any, **_: Any) -> Work:
+    """Four products, and three of them once more."""
+    full, exact = _block_pairs(query, key, block_mask)
+    dim, dim_v = query.shape[-1], value.shape[-1]
+    work = attention_work(full, exact, dim, dim_v, is_backward=True)
+    return work._replace(hardware=2 * exact * (4 * dim + 3 * dim_v))

@@ -107,13 +107,6 @@ def convolution_backward(
     return everywhere(input if transposed else grad_output, weight) * sum(map(bool, output_mask[:2]))
 
 
-@formula("aten::conv_tbc input weight bias pad")
-def conv_tbc(input: Spec, weight: Spec, pad: int = 0, **others: Any) -> int:
-    """Output positions x elements of the weight, which is (taps, in, out)."""
-    length, batch, _ = input.shape
-    return multiply_add_flop(input.dtype) * (length + 2 * pad - weight.shape[0] + 1) * batch * entries(weight)
-
-
 @formula("mkldnn::_convolution_pointwise")
 def convolution_pointwise(input: Spec, *operands: Any) -> int:
     """The overloads: (X, W, B, padding, ...) and, with a second operand to fuse, (X, other, W, B, padding, ...)."""

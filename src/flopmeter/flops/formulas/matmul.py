@@ -5,7 +5,7 @@ bias, `beta * self`, scaling, activation, (de)quantisation.
 
 An outer product is element-wise work, except in `addr`, where it is fused with an addition. `einsum` has no formula:
 what it is lowered to has. Products with weights that are packed for inference (`_weight_int4pack_mm` and the like) have
-none either: nobody trains through them.
+none either, nor has 2:4 sparsity: hardly anybody trains through them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,11 @@ from flopmeter.flops.formulas._product import entries, linear_flop, multiply_add
     "aten::_int_mm left right",
     "aten::_scaled_mm left right",
     "aten::_scaled_mm_v2 left right",
-    "aten::_sparse_semi_structured_mm left positions right",
-    "aten::_sparse_semi_structured_addmm added left positions right",
 )
 def product(left: Spec, right: Spec, **others: Any) -> int:
     """2mkn for each matrix of the batch: each stored value of one operand meets every column (row) of the other.
 
-    In 2:4 sparsity the left operand is stored at half its width: only the kept half counts. An fp4 element
-    ("float4_e2m1fn_x2") holds two values along k.
+    An fp4 element ("float4_e2m1fn_x2") holds two values along k.
     """
     *_, rows, _ = left.shape
     *_, _, columns = right.shape
@@ -63,6 +60,25 @@ def with_vector(matrix: Spec, **_: Any) -> int:
     return multiply_add_flop(matrix.dtype) * entries(matrix)
 
 
+@formula("aten::linalg_solve_triangular matrix columns")
+def triangular_solve(matrix: Spec, columns: Spec, **_: Any) -> int:
+    """n^2 k for k columns: half a product, and a division for each row (LAPACK Working Note 41, appendix C)."""
+    return multiply_add_flop(matrix.dtype) * entries(columns) * matrix.shape[-1] // 2
+
+
+@formula("aten::_trilinear one two three expand_one expand_two expand_three")
+def trilinear(one: Spec, two: Spec, three: Spec, **expand: Sequence[int]) -> int:
+    """A multiply-add for each entry of the product of the three (nn.Bilinear), whatever is summed up afterwards."""
+    sizes: list[list[int]] = []
+    for operand, axes in zip((one, two, three), expand.values(), strict=False):
+        entries(operand)  # refuses one whose shape is lost
+        sizes.append(list(operand.shape))
+        for axis in sorted(axes):
+            sizes[-1].insert(axis, 1)
+    num_entries: int = prod(max(entry) for entry in zip(*sizes, strict=True))
+    return multiply_add_flop(one.dtype) * num_entries
+
+
 @formula("aten::addr added left right", "aten::addr_ added left right")
 def addr(left: Spec, right: Spec, **_: Any) -> int:
     """2mn: one multiply-add for each entry of the matrix."""
@@ -70,7 +86,7 @@ def addr(left: Spec, right: Spec, **_: Any) -> int:
 
 
 @formula("aten::linear input weight", composite=True)
-@formula("mkl::_mkl_linear input packed weight", "aten::_sparse_semi_structured_linear input weight")
+@formula("mkl::_mkl_linear input packed weight")
 def linear(input: Spec, weight: Spec, **_: Any) -> int:
     """Every weight meets every token once. MKL's packed weight is opaque: the plain copy's shape counts."""
     return linear_flop(input, weight)
@@ -98,6 +114,12 @@ def matmul(left: Spec, right: Spec, **others: Any) -> int:
     return multiply_add_flop(left.dtype) * batch * rows * inner * columns
 
 
+@formula("aten::matmul_backward grad left right mask")
+def matmul_backward(left: Spec, right: Spec, mask: Sequence[bool], **_: Any) -> int:
+    """A product for each gradient that is asked."""
+    return matmul(left, right) * sum(map(bool, mask))
+
+
 @formula("aten::_foreach_mm lefts rights")
 def foreach_mm(lefts: Sequence[Spec], rights: Sequence[Spec], **_: Any) -> int:
     """2mkn for each pair of matrices."""
@@ -117,21 +139,6 @@ def sparse_mm(sparse: Spec, dense: Spec, **_: Any) -> int:
     if sparse.nnz is None:
         raise ValueError("the number of stored values is unknown")
     return product(sparse, dense)
-
-
-@formula("aten::sparse_sampled_addmm stored left")
-def sparse_sampled_addmm(stored: Spec, left: Spec, **_: Any) -> int:
-    """2k for each stored value, the only entries that are computed."""
-    if stored.nnz is None:
-        raise ValueError("the number of stored values is unknown")
-    return multiply_add_flop(stored.dtype) * stored.nnz * left.shape[-1]
-
-
-@formula("aten::_cslt_sparse_mm compressed dense")
-def cslt_sparse_mm(compressed: Spec, dense: Spec, **_: Any) -> int:
-    """2 x kept values x columns; half of k is kept (the compressed matrix also holds the positions)."""
-    inner, columns = dense.shape
-    return compressed.shape[0] * inner * columns
 
 
 @formula(

@@ -49,7 +49,7 @@ def mkldnn_rnn_layer_backward(
     return Work(full=needed, exact=needed, hardware=2 * (first + hidden))
 
 
-@formula("aten::_cudnn_rnn input weights", "aten::miopen_rnn input weights", "aten::_lstm_mps input hx weights")
+@formula("aten::_cudnn_rnn input weights", "aten::miopen_rnn input weights")
 def layers(input: Spec, weights: Sequence[Spec], **_: Any) -> int:
     """All layers and directions: weights x tokens."""
     return linear_flop(input, *_matrices(weights))
@@ -76,26 +76,6 @@ def layers_backward(
     flop = layers(input, weights) * (2 if wants_weights else 1)
     needed = flop - _unwanted_flop(input, weights, hx, wants_input, wants_state, bidirectional)
     return Work(full=needed, exact=needed, hardware=flop)
-
-
-@formula(
-    """aten::lstm_mps_backward grad_y grad_hy grad_cy z_state cell_state_fwd input layersOutputs hx weights
-    has_biases num_layers dropout train bidirectional"""
-)
-def lstm_mps_backward(
-    input: Spec,
-    hx: Sequence[Spec],
-    weights: Sequence[Spec],
-    bidirectional: bool,
-    wanted: Sequence[bool] | None = None,
-    **others: Any,
-) -> Work:
-    """Twice the forward, of which only what somebody wants is needed: the operator returns every gradient."""
-    wants_input, wants_state, _, *wants_weights = wanted or (True,) * 4
-    flop = layers(input, weights)
-    unwanted = _unwanted_flop(input, weights, hx[0], wants_input, wants_state, bidirectional)
-    needed = flop * (2 if any(wants_weights) else 1) - unwanted
-    return Work(full=needed, exact=needed, hardware=2 * flop)
 
 
 def _unwanted_flop(

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-SETTINGS = "FLOPMETER_RUN"
+SETTINGS, TRIAL = "FLOPMETER_RUN", "FLOPMETER_TRIAL"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _TorchFinder:
     """Lets the other finders find torch, and has something done once it is imported."""
 
-    def __init__(self, settings: str) -> None:
-        self.settings = settings
+    def __init__(self, settings: str | None, trial: str | None) -> None:
+        self.settings, self.trial = settings, trial
         self.has_seen_torch = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -55,7 +55,8 @@ class _TorchFinder:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self.has_seen_torch = True
-                _install(self.settings)
+                _install("integrations.script", self.settings)
+                _install("trials.inside", self.trial)
 
         loader.__dict__["exec_module"] = exec_module
 
@@ -70,11 +71,13 @@ def _found(name: str, besides: object = None) -> ModuleSpec | None:
     return None
 
 
-def _install(settings: str) -> None:
+def _install(module: str, settings: str | None) -> None:
+    if settings is None:
+        return
     try:
-        from flopmeter.integrations.script import install
+        from importlib import import_module
 
-        install(settings)
+        import_module(f"flopmeter.{module}").install(settings)
     except Exception as error:  # noqa: BLE001 - the program comes first
         _say(f"not measured: {type(error).__name__}: {error}")
 
@@ -123,7 +126,7 @@ def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int, is_module: bool) 
         if finder.has_seen_torch or os.getpid() != pid or os.environ.get("RANK", "0") != "0":
             return
         # Not read as JSON: a program may have left no way to import anything.
-        if not _has_failed(is_module) and '"is_quiet": true' not in finder.settings:
+        if not _has_failed(is_module) and '"is_quiet": true' not in (finder.settings or '"is_quiet": true'):
             is_there = "torch" in sys.modules
             why = "torch was not imported in the usual way" if is_there else "the program did not import torch"
             _say(f"nothing to measure: {why}")
@@ -132,11 +135,11 @@ def _say_that_nothing_was_seen(finder: _TorchFinder, pid: int, is_module: bool) 
 
 
 def _start() -> None:
-    settings = os.environ.pop(SETTINGS, None)
+    settings, trial = os.environ.pop(SETTINGS, None), os.environ.pop(TRIAL, None)
     _leave_no_trace()
     is_there = _is_module() or sys.argv[0] == "-" or os.path.exists(sys.argv[0])
-    if settings is not None and is_there:  # else python says what is missing
-        finder = _TorchFinder(settings)
+    if (settings is not None or trial is not None) and is_there:  # else python says what is missing
+        finder = _TorchFinder(settings, trial)
         sys.meta_path.insert(0, finder)
         atexit.register(_say_that_nothing_was_seen, finder, os.getpid(), _is_module())
     _run_the_other_one()

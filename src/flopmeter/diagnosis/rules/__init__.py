@@ -1,1 +1,0 @@
-"""One file per cause, named as the cause; the contract is in `flopmeter.diagnosis`."""

@@ -1,0 +1,280 @@
+"""Which runs lie under the served folder, and what is known of each? All at a glance, a few of them in full.
+
+A run is only ever reached by a name that was found here, not by a path.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from flopmeter.columns import open_regular
+from flopmeter.errors import FlopmeterError, RecordError
+from flopmeter.metrics import summarise
+from flopmeter.record import Run
+from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
+from flopmeter.schema import RUN_FILE
+from flopmeter.serve.tail import Tail
+from flopmeter.text import clean, number
+
+MAX_DEPTH = 6
+MAX_RUNS = 1000
+MAX_FOLDERS = 20_000
+FRESH_S, SEARCH_SHARE = 2.0, 10
+"""A listing is this long good for, and ten times as long as the search took: many readers must not make the disk work
+for each of them, nor a slow network disk all the time."""
+MAX_OPEN_RUNS = 8
+"""A run of a million steps takes some hundred megabytes: the one that was looked at longest ago goes first."""
+LONG_BYTES = 32 << 20
+"""A file with so much unread takes seconds: the browser is told how far the reading has come."""
+PATIENCE_S = 0.5
+HEAD_BYTES, TAIL_BYTES = 16 << 10, 96 << 10
+SILENT_S = 60.0
+"""A run that wrote nothing for so long, and for ten of its steps, is called silent."""
+MAX_POINTS = 60
+
+State = Literal["running", "finished", "failed", "silent", "unreadable"]
+STATES = {
+    "running": "Live",
+    "finished": "Finished",
+    "failed": "Ended by a failure",
+    "silent": "No update for 60 s",
+    "unreadable": "Cannot be read",
+}
+"""In words."""
+
+
+class Glance(Struct, frozen=True, kw_only=True):
+    """One row of the list of runs."""
+
+    name: str
+    """Under which the run is served."""
+    title: str
+    """Its folder below the served one."""
+    state: State
+    """Finished: it wrote its summary. Silent: it did not, and writes no more."""
+    updated_at: float = 0.0
+    """Unix time of the last write."""
+    what: str = ""
+    """Model, device and number of ranks."""
+    last_step: int | None = None
+    """Number of the last step."""
+    mfu: float | None = None
+    """Of the steady steps; of the last few of them while there is no summary."""
+    step_s: float | None = None
+    """Median step time."""
+    tokens_per_s: float | None = None
+    """Of the whole job."""
+    loss: float | None = None
+    """The last one."""
+    recent_mfu: tuple[float | None, ...] = ()
+    """Of the last steps, for a small chart."""
+    problem: str = ""
+    """Why it cannot be read."""
+
+
+class Runs:
+    """The runs of a folder."""
+
+    def __init__(self, root: Path, max_open_runs: int = MAX_OPEN_RUNS) -> None:
+        self.root = root.resolve()
+        self.is_cut = False
+        """Whether there is more below than was looked at."""
+        self._max_open_runs = max_open_runs
+        self._lock = threading.Lock()
+        self._paths: dict[str, Path] = {}
+        self._good_until = 0.0
+        self._glances: dict[str, tuple[tuple[int, int, int], Glance]] = {}
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+
+    def paths(self) -> dict[str, Path]:
+        """Run files by the name under which they are served."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s >= self._good_until:
+                self._paths = {name_of(path, self.root): path for path in self._search()}
+                done_s = time.monotonic()
+                self._good_until = done_s + max(FRESH_S, SEARCH_SHARE * (done_s - now_s))
+            return self._paths
+
+    def find(self, name: str) -> Path:
+        """The run file of that name.
+
+        Raises:
+            RecordError: There is none.
+        """
+        path = self.paths().get(name)
+        if path is None:
+            raise RecordError("there is no such run")
+        return path
+
+    def _search(self) -> Iterator[Path]:
+        """Nearest first; links are not followed, so nothing outside is found and no circle is walked."""
+        waiting, num_runs, num_folders = deque([(self.root, 0)]), 0, 0
+        self.is_cut = False
+        while waiting:
+            folder, depth = waiting.popleft()
+            num_folders += 1
+            if num_runs >= MAX_RUNS or num_folders > MAX_FOLDERS:
+                self.is_cut = True
+                return
+            try:
+                with os.scandir(folder) as entries:
+                    found = list(entries)
+            except OSError:
+                continue
+            if any(entry.name == RUN_FILE and entry.is_file(follow_symlinks=False) for entry in found):
+                num_runs += 1
+                yield folder / RUN_FILE
+            below = [entry for entry in found if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)]
+            if depth < MAX_DEPTH:
+                waiting.extend((path, depth + 1) for path in sorted(Path(entry.path) for entry in below))
+            elif below:
+                self.is_cut = True
+
+    def glances(self) -> list[Glance]:
+        """Every run, those that go on first, then the last written; a file that did not change is not read again."""
+        now_s = time.time()
+        found = {name: self._glance(name, path, now_s) for name, path in self.paths().items()}
+        with self._lock:
+            self._glances = found
+        shown = sorted((glance for _, glance in found.values()), key=lambda glance: glance.title)
+        # Runs that go on stay in one order, however they take turns to write.
+        return sorted(shown, key=lambda glance: -math.inf if glance.state == "running" else -glance.updated_at)
+
+    def _glance(self, name: str, path: Path, now_s: float) -> tuple[tuple[int, int, int], Glance]:
+        try:
+            status = path.stat(follow_symlinks=False)
+            key = (status.st_ino, status.st_size, status.st_mtime_ns)
+        except OSError:
+            key = (0, 0, 0)
+        known = self._glances.get(name)
+        # A run that goes on is looked at again even so: silence is news.
+        if known and known[0] == key and known[1].state != "running":
+            return known
+        relative = path.parent.relative_to(self.root)
+        title = str(relative) if relative.parts else self.root.name
+        return key, glance_at(path, self.root, name, title, now_s)
+
+    def state_of(self, name: str) -> State:
+        """Whether the run goes on.
+
+        Raises:
+            RecordError: There is no such run.
+        """
+        return self._glance(name, self.find(name), time.time())[1].state
+
+    def open(self, name: str) -> OpenRun:
+        """A run to be read in full.
+
+        Raises:
+            RecordError: There is no such run.
+        """
+        path = self.find(name)
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = OpenRun(path, self.root)
+            self._open.move_to_end(name)
+            while len(self._open) > self._max_open_runs:
+                self._open.popitem(last=False)
+            return self._open[name]
+
+
+class OpenRun:
+    """A run that is read on, with what was last made of it."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.tail = Tail(path, root)
+        self._made: tuple[str, Any] = ("", None)
+        self._first_look: threading.Thread | None = None
+
+    def is_busy(self, look: Callable[[], object]) -> bool:
+        """Whether a long file is still being read for the first time; begins with it, by `look`, when that is due."""
+
+        def first_look() -> None:
+            with suppress(FlopmeterError):  # what is wrong with the run is told to the next one who asks for it
+                look()
+
+        read, size = self.tail.progress()
+        if self._first_look is None and size - read > LONG_BYTES:
+            self._first_look = threading.Thread(target=first_look, daemon=True)
+            self._first_look.start()
+        if self._first_look is not None:
+            self._first_look.join(PATIENCE_S)
+        return self._first_look is not None and self._first_look.is_alive()
+
+    def made(self, make: Callable[[Run], Any], mark: str = "") -> tuple[str, Any]:
+        """Which state of the run this is, and what `make` makes of it; made anew only when run or mark have changed.
+
+        Raises:
+            RecordError: The file cannot be read as a run.
+        """
+        with self.tail.run() as (run, revision):
+            if self._made[0] != f"{revision}-{mark}":
+                self._made = (f"{revision}-{mark}", make(run))
+            return self._made
+
+
+def name_of(path: Path, root: Path) -> str:
+    """A short name without any path in it, the same at every start."""
+    return blake2b(os.fsencode(path.relative_to(root)), digest_size=8).hexdigest()
+
+
+def glance_at(path: Path, root: Path, name: str, title: str, now_s: float) -> Glance:
+    """A look at both ends of a run file; whatever it holds, there is an answer."""
+    title, updated_at = clean(title), 0.0
+    try:
+        with open_regular(path, inside=root) as file:
+            status = os.fstat(file.fileno())
+            updated_at = status.st_mtime
+            run = _ends(path, file.fileno(), status.st_size)
+    except (OSError, RecordError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).replace(str(path), "it")
+        return Glance(name=name, title=title, state="unreadable", updated_at=updated_at, problem=clean(str(reason)))
+    header, means = run.header, summarise(run.columns, run.steady())
+    if run.summary and isinstance(run.summary.get("metrics"), dict):
+        means |= {key: value for key, value in run.summary["metrics"].items() if number(value) is not None}
+    step_s = number(means.get("step_time_median_s"))
+    is_silent = now_s - updated_at > max(SILENT_S, 10 * (step_s or 0.0))
+    # The name that the peak was looked up by says more than `cpu`.
+    devices = [str(peak["device"]) for peak in run.peaks.values() if peak.get("device")]
+    ranks = f"{header.world_size:,} ranks" if header.world_size > 1 else ""
+    return Glance(
+        name=name,
+        title=title,
+        state="failed" if run.failure else "finished" if run.summary else "silent" if is_silent else "running",
+        updated_at=updated_at,
+        what=" · ".join(filter(None, (clean(header.model, 80), clean((devices or [header.device])[-1], 80), ranks))),
+        last_step=run.step[-1] if len(run) else None,
+        mfu=number(means.get("perf/mfu")),
+        step_s=step_s,
+        tokens_per_s=number(means.get("perf/tokens_per_second")),
+        loss=number(run.column("training/loss")[-1]) if len(run) else None,
+        recent_mfu=tuple(number(value) for value in run.column("perf/mfu")[-MAX_POINTS:]),
+    )
+
+
+def _ends(path: Path, descriptor: int, size: int) -> Run:
+    """The first lines but for steps, and the last lines, read as a run of its own."""
+    last = os.pread(descriptor, TAIL_BYTES, max(size - TAIL_BYTES, 0))
+    first: list[bytes] = []
+    if size > TAIL_BYTES:
+        head = os.pread(descriptor, HEAD_BYTES, 0)
+        if b"\n" not in head:
+            head = os.pread(descriptor, MAX_LINE_BYTES + 1, 0)
+        lines = head.splitlines(keepends=True)
+        first = [line for line in lines if line.endswith(b"\n") and b'"kind":"step"' not in line[:20]]
+        last = last.partition(b"\n")[2]
+    whole = last.rpartition(b"\n")[0] + b"\n"
+    return RunReader(path).read(BytesIO(b"".join(first) + whole))

@@ -1,0 +1,233 @@
+"""What do the times, losses and bytes of some processes say about a change?
+
+Gains are ratios of the time of a sample, and intervals hold 95 %. Where a change is switched on and off in one process,
+each block of steps with it is compared with the blocks before and behind it; the interval is Wilcoxon's, of the
+signed ranks of these ratios, which a few blocks that another program slowed down do not upset. Where it takes a process
+of its own, one value a process is compared round by round, and the interval comes from what rounds and processes leave
+unexplained (two-way analysis of variance, Student's t). Processes of the very same program differ: `PROCESS_SPREAD` is
+added to either side of an interval that has seen one process only. What the intervals leave out: another machine,
+other data, a longer run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median, stdev
+from typing import Any
+
+from flopmeter.diagnosis import Gain
+from flopmeter.text import amount, percent, signed
+from flopmeter.trials import EARLY_STEPS, Losses, Row
+
+SETTLE = 1
+"""Steps at the beginning of a block that belong to neither side."""
+PROCESS_SPREAD = 0.015
+"""By so much two processes of one program may differ in speed, in either direction."""
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
+"""Student's t, two-sided, for 1 to 18 degrees of freedom."""
+GRADIENT_FACTOR, LOSS_FACTOR, LATER_FACTOR = 40.0, 8.0, 25.0
+"""How much larger than one operation's rounding the error of a whole pass may be: of gradients, of the first loss that
+differs, of those behind it, which training has driven apart."""
+LEAST_GRADIENT, LEAST_LOSS, LEAST_LATER = 1e-3, 1e-4, 1e-2
+"""What sums in another order come to in fp32, whatever the change."""
+MAX_SHOWN = 10.0
+"""Ten times their size apart: nothing is left to compare."""
+MIN_GROWTH_BYTES, MIN_GROWTH_SHARE, MIN_RISES = 16e6, 0.75, 3
+"""Memory keeps growing when it would end so much higher, and does so in most of several blocks."""
+
+
+def block_s(block: Mapping[str, Any]) -> float:
+    """Mean time of a step in a block, its first ones left out."""
+    seconds = block["seconds"]
+    return fmean(seconds[SETTLE:] if len(seconds) > SETTLE else seconds)
+
+
+def timed(seen: Mapping[str, Any], on: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """Blocks of a process that were timed to their end, those with just these changes where any are named."""
+    wanted = None if on is None else list(on)
+    rows = [block for block in seen["blocks"] if block["kind"] == "timed" and "memory_bytes" in block]
+    return [block for block in rows if wanted is None or block["on"] == wanted]
+
+
+def process_s(seen: Mapping[str, Any]) -> float:
+    """Time of a step in a process without switching: the median block, so that a slow one does not count."""
+    return median(block_s(block) for block in timed(seen))
+
+
+def block_spread(seen: Mapping[str, Any]) -> float:
+    """Relative spread of the times of a process's blocks."""
+    logs = [math.log(block_s(block)) for block in timed(seen)]
+    return stdev(logs) if len(logs) > 1 else 0.0
+
+
+def switched_gain(processes: Sequence[Mapping[str, Any]], on: Sequence[str], samples: float) -> Gain | None:
+    """From processes in which the change was switched on and off."""
+    ratios = []
+    for seen in processes:
+        rows = timed(seen)
+        for before, block, behind in zip(rows, rows[1:], rows[2:], strict=False):
+            if block["on"] == list(on) and before["on"] == behind["on"] == []:
+                plain = (math.log(block_s(before)) + math.log(block_s(behind))) / 2
+                ratios.append(plain - math.log(block_s(block)))
+    if len(ratios) < 3:
+        return None
+    middle, half = _signed_ranks(ratios)
+    return _interval(middle, math.hypot(half, PROCESS_SPREAD / math.sqrt(len(processes))), samples)
+
+
+def process_gains(
+    table: Mapping[str, Mapping[int, float]], samples: Mapping[str, float], block_spread: float = 0.0
+) -> dict[str, Gain]:
+    """From processes that took turns: by change and round the time of a step, the unchanged program's under "".
+
+    Args:
+        block_spread: Relative spread of the blocks within a process: all that there is to go by after one round.
+    """
+    differences = {
+        name: [math.log(table[""][turn]) - math.log(value) for turn, value in values.items() if turn in table[""]]
+        for name, values in table.items()
+        if name
+    }
+    left = [value - fmean(rows) for rows in differences.values() for value in rows]
+    freedom = sum(len(rows) - 1 for rows in differences.values() if rows)
+    half = 8 * PROCESS_SPREAD + 2 * block_spread
+    if freedom:
+        half = max(_t(freedom) * math.sqrt(sum(value * value for value in left) / freedom), 2 * PROCESS_SPREAD)
+    return {
+        name: _interval(fmean(rows), half / math.sqrt(len(rows)), samples[name])
+        for name, rows in differences.items()
+        if rows
+    }
+
+
+def _interval(middle: float, half: float, samples: float) -> Gain:
+    low, expected, high = (samples * math.exp(value) - 1 for value in (middle - half, middle, middle + half))
+    return Gain(low=low, expected=expected, high=high)
+
+
+def _t(freedom: int) -> float:
+    return T_95[min(freedom, len(T_95)) - 1]
+
+
+def _signed_ranks(values: Sequence[float]) -> tuple[float, float]:
+    """Hodges and Lehmann's middle and half the width of its interval; with fewer than six values Student's."""
+    num = len(values)
+    if num < 6:
+        middle = fmean(values)
+        spread = math.sqrt(sum((value - middle) ** 2 for value in values) / (num - 1))
+        return middle, _t(num - 1) * spread / math.sqrt(num)
+    means = sorted((a + b) / 2 for place, a in enumerate(values) for b in values[place:])
+    # Of all 2**num choices of signs, how many have each sum of ranks?
+    counts = [1]
+    for rank in range(1, num + 1):
+        grown = counts + [0] * rank
+        for total, ways in enumerate(counts):
+            grown[total + rank] += ways
+        counts = grown
+    cut, ways = 0, 0
+    while (ways + counts[cut]) / 2**num <= 0.025:
+        ways += counts[cut]
+        cut += 1
+    low, high = means[max(cut - 1, 0)], means[len(means) - max(cut, 1)]
+    return median(means), max(high - median(means), median(means) - low)
+
+
+def is_narrow(gain: Gain | None) -> bool:
+    """Within two points or a tenth of the gain on either side: more rounds would tell little more."""
+    return gain is not None and (gain.high - gain.low) / 2 <= max(0.02, 0.1 * abs(gain.expected))
+
+
+# Harm
+
+
+def judge_losses(
+    own: Mapping[str, Any], unchanged: Sequence[Mapping[str, Any]], rounding: float, samples: float
+) -> tuple[Losses, str]:
+    """Whether a process learned the same as the unchanged program, and how that is said."""
+    plain = [seen for seen in unchanged if seen["losses"]]
+    if samples != 1:
+        return "not comparable", "another batch, so other losses"
+    if not plain or not own["losses"]:
+        return "unknown", "no loss was seen: backward() was not called on one number"
+    losses, gradients = (_apart(own[key], plain[0][key]) for key in ("losses", "gradients"))
+    num = min(len(own["losses"]), len(plain[0]["losses"]))
+    if not any(losses) and not any(gradients):
+        return "same", f"bit for bit, {num} losses"
+    usual = [max(_apart(seen["losses"], plain[0]["losses"]), default=0.0) for seen in plain[1:]]
+    worst = max(losses, default=0.0)
+    if any(usual) and worst <= 2 * max(usual):
+        return "rounding", f"no further apart than the unchanged program's own runs ({_size(max(usual))})"
+    first_loss, first_gradient = (next(filter(None, rows), 0.0) for rows in (losses, gradients))
+    allowed = (
+        (first_gradient, max(GRADIENT_FACTOR * rounding, LEAST_GRADIENT)),
+        (first_loss, max(LOSS_FACTOR * rounding, LEAST_LOSS)),
+        (worst, max(LATER_FACTOR * rounding, LEAST_LATER)),
+    )
+    is_fine = bool(rounding) and all(value <= most for value, most in allowed)
+    is_dropout = not is_fine and (own.get("facts") or {}).get("has_dropout")
+    text = f"losses up to {_size(worst)} apart, first gradients {_size(first_gradient)} apart"
+    text += f"; the unchanged program's own runs {_size(max(usual))}" if any(usual) else ""
+    text += "; the model has dropout, which may have drawn other numbers" if is_dropout else ""
+    return ("rounding", f"within rounding: {text}") if is_fine else ("different", text)
+
+
+def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[float]:
+    """Relative distance of each pair of numbers, or of vectors; infinite where one is not a number."""
+    found = []
+    for one, two in zip(own, other, strict=False):
+        a, b = (value if isinstance(value, list) else [value] for value in (one, two))
+        if len(a) != len(b):
+            found.append(math.inf)
+            continue
+        size = math.sqrt(sum(value * value for value in b))
+        distance = math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
+        is_same = all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+        found.append(0.0 if is_same else distance / size if size and math.isfinite(distance) else math.inf)
+    return found
+
+
+def _size(share: float) -> str:
+    if not share < MAX_SHOWN:
+        return "beyond all measure"
+    if share == 0:
+        return "0 %"
+    return percent(share, 1) if share >= 1e-3 else f"{share:.1g} of their size"
+
+
+def judge_memory(
+    own: Sequence[Mapping[str, Any]], unchanged: Sequence[Mapping[str, Any]], on: Sequence[str]
+) -> tuple[float | None, str]:
+    """Highest use with the change, and how that is said; whether it keeps growing, other than without."""
+    peaks = [block["peak_bytes"] for seen in own for block in timed(seen, on) if block["peak_bytes"] is not None]
+    plain = [block["peak_bytes"] for seen in unchanged for block in timed(seen, []) if block["peak_bytes"] is not None]
+    if not peaks or not plain:
+        return None, "not known"
+    text = f"{amount(max(peaks), 'B')} ({signed(max(peaks) / max(plain) - 1)})"
+    growth = max((_growth(timed(seen, on)) for seen in own), default=0.0)
+    if growth > 2 * max((_growth(timed(seen, [])) for seen in unchanged), default=0.0):
+        text += f", and grows by {amount(growth, 'B')} a step"
+    return max(peaks), text
+
+
+def _growth(blocks: Sequence[Mapping[str, Any]]) -> float:
+    """Bytes a step by which the memory in use keeps growing, in blocks of a kind or from one to the next; else 0."""
+    num = sum(len(block["seconds"]) for block in blocks)
+    ends = [block["memory_bytes"] or 0.0 for block in blocks]
+    inside = [
+        (end - (block["early_bytes"] or 0.0)) / max(len(block["seconds"]) - EARLY_STEPS, 1)
+        for end, block in zip(ends, blocks, strict=True)
+    ]
+    across = [(later - earlier) * len(ends) / num for earlier, later in pairwise(ends)]
+    found = 0.0
+    for rises in (inside, across):
+        if len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE:
+            found = max(found, median(rises))
+    return found if found * num >= MIN_GROWTH_BYTES else 0.0
+
+
+def settle(row: Row) -> None:
+    """Say whether the interval leaves a choice."""
+    if row.gain is not None:
+        row.outcome = "faster" if row.gain.low > 0 else "slower" if row.gain.high < 0 else "no difference"
