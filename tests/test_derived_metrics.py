@@ -188,9 +188,9 @@ def test_a_row_holds_no_derived_value_and_few_bytes(tmp_path: Path) -> None:
     train(tmp_path, padding=2, detail_every=1000)
     lines = lines_of(tmp_path)
     rows = [line for line in lines if line["kind"] == "step"]
-    # Law, seven times of a step, and of four texts of 8 tokens with 2 of padding: samples, tokens, with padding, causal
+    # Law, eight times of a step, and of four texts of 8 tokens with 2 of padding: samples, tokens, with padding, causal
     # pairs of texts of 6, pairs of rows of 8, and as many that run.
-    assert rows[0]["row"][7:] == [4, 24, 32, 4 * 21, 4 * 64, 4 * 64]
+    assert rows[0]["row"][8:] == [4, 24, 32, 4 * 21, 4 * 64, 4 * 64]
     assert all(row.keys() <= {"kind", "step", "time", "row", "loop", "marks", "metrics"} for row in rows)
     assert all(not DERIVED & row.get("metrics", {}).keys() for row in rows)
     sizes = [len(line) for line in (tmp_path / "run.jsonl").read_text().splitlines() if '"kind":"step"' in line]

@@ -180,6 +180,25 @@ def test_a_header_field_of_the_wrong_type_gets_its_default(tmp_path: Path) -> No
     assert run.header.world_size == 1
 
 
+def test_a_row_is_read_by_the_names_in_its_own_files_header(tmp_path: Path) -> None:
+    """Other versions have other phases and fields: by position alone, a share of time would be a count of tokens."""
+    old = HEADER | {"rows": ["law", "ns", "samples", "gone_ns"], "loop": ["training/epoch"]}
+    new = HEADER | {"rows": ["law", "ns", "data_wait_ns"], "run_id": "b"}
+    lines = [
+        {"kind": "step", "step": step, "time": 100.0 + step, "row": [0, 2e9, 5, 7], "loop": [3]} for step in (1, 2)
+    ]
+    run = load_run(write_lines(tmp_path / "run.jsonl", old, lines[0], new, lines[1]))
+    assert (run.column("perf/step_time")[0], run.column("perf/samples_per_second")[0]) == (2.0, 2.5)
+    assert (run.column("training/epoch")[0], run.column("training/loss")[1]) == (3.0, 3.0)
+    assert run.column("perf/data_wait_share")[1] == 5 / 2e9
+
+
+@pytest.mark.parametrize("rows", [["ns", "law"], [], ["law", 3]])
+def test_rows_that_do_not_begin_with_their_law_are_refused(tmp_path: Path, rows: list[Any]) -> None:
+    with pytest.raises(RecordError, match="rows that this flopmeter cannot read"):
+        load_run(write_lines(tmp_path / "run.jsonl", HEADER, step_line(1, a=1), HEADER | {"rows": rows}))
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -189,7 +208,10 @@ line_like = st.fixed_dictionaries(
     {},
     optional={
         "kind": st.sampled_from(["header", "step", "event", "summary"]) | json_values,
-        "schema": st.just(1) | json_values,
+        "schema": st.just(SCHEMA_VERSION) | json_values,
+        "rows": st.just(["law", "ns"]) | json_values,
+        "loop": json_values,
+        "row": json_values,
         "step": json_values,
         "time": json_values,
         "metrics": json_values,

@@ -17,7 +17,8 @@ from torch.nn.parameter import is_lazy
 from flopmeter import __version__
 from flopmeter.config import MonitorConfig
 from flopmeter.devices import devices_of
-from flopmeter.metrics import certainty
+from flopmeter.metrics import ROW_NAMES, certainty
+from flopmeter.record.reader import LOOP
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import SCHEMA_VERSION
 from flopmeter.text import plural, seconds, utilisation
@@ -56,6 +57,8 @@ def make_header(
         "mode": settings.mfu_calculation_mode,
         "convention": settings.convention,
         "off": off_here(),
+        "rows": ROW_NAMES,
+        "loop": LOOP,
         "price_per_device_hour": settings.price_per_device_hour,
         "versions": {"flopmeter": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

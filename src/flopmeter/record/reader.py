@@ -54,7 +54,6 @@ MIN_COVERAGE = 0.97
 MAX_EVENTS = 100_000
 MAX_LINES_WITHOUT_HEADER = 1000
 LARGEST_STEP = 1 << 62
-_COLUMNS = tuple(ROW + name for name in ROW_NAMES)
 LOOP = ("training/loss", "training/lr", "training/epoch", "training/grad_norm")
 """What a loop tells of nearly every step: a line has them without their names, as many of the first as it has."""
 LARGEST_FACTOR = 1e9
@@ -99,6 +98,10 @@ class Header:
     """What an hour of one device costs, in the user's currency; NaN where nobody said."""
     off: list[str] = field(default_factory=list)
     """What could not be attached, or is off with this torch, and why: one line each."""
+    rows: list[str] = field(default_factory=lambda: list(ROW_NAMES))
+    """What the numbers of a step's row are: the file says it, so that no other version misreads them."""
+    loop: list[str] = field(default_factory=lambda: list(LOOP))
+    """What the numbers of the loop's own are that stand without a name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -412,6 +415,7 @@ class RunReader:
         self._bad: dict[str, list[int]] = {}
         self._written: dict[str, array[float]] = {}
         self._rows = Rows(self._written, MAX_COLUMNS)
+        self._columns: list[str] = []
         self._laws: dict[float, dict[str, Any]] = {}
         self._jobs: list[tuple[int, dict[str, float]]] = [(0, {})]
 
@@ -509,7 +513,11 @@ class RunReader:
     def _taken(self, raw: bytes) -> str | None:
         usual = usual_step(raw) if self.run.headers and len(raw) <= MAX_LINE_BYTES else None
         if usual is not None and _is_step_number(usual.step):  # as nearly all lines of a long run are
-            metrics = {**dict(zip(LOOP, usual.loop, strict=False)), **usual.metrics} if usual.loop else usual.metrics
+            metrics = (
+                {**dict(zip(self.run.header.loop, usual.loop, strict=False)), **usual.metrics}
+                if usual.loop
+                else usual.metrics
+            )
             return self._add_step(usual.step, usual.time, usual.marks, usual.row, metrics)
         if not raw.strip():
             return None
@@ -545,6 +553,9 @@ class RunReader:
             if isinstance(value, kind) and not isinstance(value, bool):
                 known[name] = value
         header = Header(**known)
+        if header.rows[:1] != ["law"] or not all(isinstance(name, str) for name in (*header.rows, *header.loop)):
+            raise RecordError(f"{self.run.path} has rows that this flopmeter cannot read: use the one that wrote it")
+        self._columns = [ROW + name for name in header.rows]
         self.run.headers.append(header)
         peaks = {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
         self.run.turns.append((len(self.run), peaks))
@@ -558,7 +569,7 @@ class RunReader:
         loop = line.get("loop", [])
         if not _is_step_number(step) or not isinstance(metrics, dict) or not isinstance(row, list):
             return "a step without number or metrics"
-        told = dict(zip(LOOP, loop, strict=False)) if isinstance(loop, list) else {}
+        told = dict(zip(self.run.header.loop, loop, strict=False)) if isinstance(loop, list) else {}
         numbers = {key: number(value) for key, value in {**told, **metrics}.items()}
         return self._add_step(step, number(line.get("time")), line.get("marks"), list(map(number, row)), numbers)
 
@@ -567,7 +578,7 @@ class RunReader:
     ) -> str | None:
         if row:
             row[0] += MAX_LAWS * len(self.run.headers)
-            measured = dict(zip(_COLUMNS, row, strict=False))
+            measured = dict(zip(self._columns, row, strict=False))
             if not min(row) >= 0:
                 measured = {name: amount for name, amount in measured.items() if amount >= 0}
             metrics = {**measured, **metrics}
