@@ -29,15 +29,15 @@ COUNTERS = {
     "6n": "6N",
 }
 VARIANTS = {
-    "baseline": ("a plain loop against itself", "朴素循环与自身相比"),
-    "flopmeter estimate": ("flopmeter estimate", "flopmeter estimate"),
-    "flopmeter smart": ("flopmeter smart, measured steps included", "flopmeter smart（含被测步）"),
-    "flopmeter profiler": ("flopmeter profiler, every 50 steps", "flopmeter profiler，每 50 步一次"),
-    "flopmeter hybrid": ("flopmeter hybrid", "flopmeter hybrid"),
-    "Lightning Throughput": ("Lightning Throughput", "Lightning Throughput"),
-    "before": ("the loop of old", "旧式循环"),
-    "torch.profiler scheduled": ("torch.profiler, one step in ten", "torch.profiler，每十步一步"),
-    "FlopCounterMode every step": ("FlopCounterMode at every step", "每步 FlopCounterMode"),
+    "baseline": "a plain loop against itself",
+    "flopmeter estimate": "flopmeter estimate",
+    "flopmeter smart": "flopmeter smart, measured steps included",
+    "flopmeter profiler": "flopmeter profiler, every 50 steps",
+    "flopmeter hybrid": "flopmeter hybrid",
+    "Lightning Throughput": "Lightning Throughput",
+    "before": "a naive loop",
+    "torch.profiler scheduled": "torch.profiler, one step in ten",
+    "FlopCounterMode every step": "FlopCounterMode at every step",
 }
 WAYS = {
     "by_hand": "`TrainingMonitor` by hand",
@@ -61,16 +61,13 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def accuracy(language: str) -> str:
+def accuracy(_: str) -> str:
     """How many of the rows each counter gets right."""
     summary, num_rows = load("flop_accuracy")["summary"], len(load("flop_accuracy")["rows"])
-    heads = {
-        "en": ("counter", f"forward right, of {num_rows}", f"training right, of {num_rows}"),
-        "zh": ("计数器", f"前向正确（共 {num_rows}）", f"训练正确（共 {num_rows}）"),
-    }
+    heads = ("counter", f"forward right, of {num_rows}", f"training right, of {num_rows}")
     rows = [(COUNTERS.get(name, name), *_right(found)) for name, found in summary.items()]
     rows.sort(key=lambda row: (-int(row[1]), -int(row[2])))
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
 def _right(found: dict[str, Any]) -> tuple[str, str]:
@@ -79,17 +76,13 @@ def _right(found: dict[str, Any]) -> tuple[str, str]:
     return forward, training
 
 
-def overhead(language: str) -> str:
+def overhead(_: str) -> str:
     """What each way to measure adds to a small GPT's step."""
     found = load("overhead")["variants"]
-    place = 0 if language == "en" else 1
-    heads = {
-        "en": ("variant", "steps", "overhead", "steps/s", "MFU", "ms per measured step", "extra memory", "FLOP error"),
-        "zh": ("方式", "步数", "开销", "步/秒", "MFU", "每个被测步毫秒", "额外内存", "FLOP 误差"),
-    }
+    heads = ("variant", "steps", "overhead", "steps/s", "MFU", "ms per measured step", "extra memory", "FLOP error")
     rows = [
         (
-            names[place],
+            label,
             f"{found[key]['steps']}",
             f"{found[key]['overhead_percent']:.2f} ± {found[key]['error_percent']:.2f} %",
             f"{found[key]['steps_per_s']:.1f}",
@@ -98,21 +91,17 @@ def overhead(language: str) -> str:
             _or_dash(None if key == "baseline" else found[key]["extra_memory_mb"], "{:.0f} MB"),
             _or_dash(found[key].get("flop_error"), "{:.2%}"),
         )
-        for key, names in VARIANTS.items()
+        for key, label in VARIANTS.items()
         if key in found
     ]
     profiled_ms, step_ms = found["flopmeter profiler"]["ms_per_measurement"], found["baseline"]["median_step_ms"]
     shares = ", ".join(f"{every}: {profiled_ms / every / step_ms:.2%}" for every in (1, 10, 50, 100, 500))
-    says = {"en": "A profiled step every N steps costs", "zh": "每 N 步剖析一步的开销"}
-    return table(heads[language], rows) + f"\n{says[language]} {shares}.\n"
+    return table(heads, rows) + f"\nA profiled step every N steps costs {shares}.\n"
 
 
-def tiny(language: str) -> str:
+def tiny(_: str) -> str:
     """CPU that a steady step costs, in microseconds."""
-    heads = {
-        "en": ("microseconds a step", "training thread", "whole process", "wall", "called by itself"),
-        "zh": ("每步微秒", "训练线程", "整个进程", "墙钟", "单独调用"),
-    }
+    heads = ("microseconds a step", "training thread", "whole process", "wall", "called by itself")
     keys = ("thread_us", "process_us", "wall_us")
     rows = [
         (
@@ -122,10 +111,10 @@ def tiny(language: str) -> str:
         )
         for name, cost in load("overhead")["tiny"].items()
     ]
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
-def planted(language: str) -> str:
+def planted(_: str) -> str:
     """Planted causes, and what the first verdict was."""
     found = load("planted")
     verdicts: dict[str, dict[str, int]] = {}
@@ -134,42 +123,33 @@ def planted(language: str) -> str:
             (name,) = outcome["planted"]
             row = verdicts.setdefault(name, {})
             row[outcome["verdict"] or "failed"] = row.get(outcome["verdict"] or "failed", 0) + 1
-    heads = {
-        "en": ("planted", "first verdict (runs)", "predicted / real gain"),
-        "zh": ("植入的原因", "首个诊断（次数）", "预测收益 / 实际收益"),
-    }
+    heads = ("planted", "first verdict (runs)", "predicted / real gain")
     rows = []
     for name, row in verdicts.items():
         said = ", ".join(f"{verdict} {num}" for verdict, num in sorted(row.items(), key=lambda item: -item[1]))
         ratio = found["gains"].get(name, {}).get("predicted_over_real")
         rows.append((name, said, _or_dash(ratio, "{:.2f}")))
-    return table(heads[language], rows) + "\n" + _planted_summary(found, language)
+    return table(heads, rows) + "\n" + _planted_summary(found)
 
 
-def _planted_summary(found: dict[str, Any], language: str) -> str:
+def _planted_summary(found: dict[str, Any]) -> str:
     """The same in a sentence."""
     of = {key: tuple(value) for key, value in found.items() if isinstance(value, list) and key != "outcomes"}
     right, total = of["right"]
-    lines = {
-        "en": "First verdict right in {} of {} runs ({:.1%}; {} of {} on models that thresholds were not set on); false"
+    line = (
+        "First verdict right in {} of {} runs ({:.1%}; {} of {} on models that thresholds were not set on); false"
         " alarms in {} of {} healthy runs; with two faults at once, one of them named first in {} of {}; gain"
         " within 30 % for {} of {} plants. Of the short runs that were each fault's healthy twin, {} of {} were called"
-        " something else than healthy. Every run lasted at least {:g} s.\n",
-        "zh": "首个诊断在 {}/{} 次中正确（{:.1%}；在未用于设定阈值的模型上为 {}/{}）；健康运行的误报为 {}/{}；"
-        "同时植入两个故障时，{}/{} 次首先说出其中之一；{}/{} 种故障的预测收益在 30% 以内。"
-        "每个故障旁的健康对照短运行中，{}/{} 次未被判为健康。每次运行至少 {:g} 秒。\n",
-    }
+        " something else than healthy. Every run lasted at least {:g} s.\n"
+    )
     keys = ("right_where_not_tuned", "false_alarms", "right_pairs", "plants_with_right_gain", "twin_false_alarms")
     numbers = [number for key in keys for number in of[key]]
-    return lines[language].format(right, total, right / total, *numbers, found["seconds"])
+    return line.format(right, total, right / total, *numbers, found["seconds"])
 
 
-def traces(language: str) -> str:
+def traces(_: str) -> str:
     """Traces against HolisticTraceAnalysis."""
-    heads = {
-        "en": ("trace", "flopmeter, s", "HTA, s", "flopmeter, MB", "HTA, MB", "shares differ by", "MFU"),
-        "zh": ("trace", "flopmeter 秒", "HTA 秒", "flopmeter MB", "HTA MB", "占比差异", "MFU"),
-    }
+    heads = ("trace", "flopmeter, s", "HTA, s", "flopmeter, MB", "HTA, MB", "shares differ by", "MFU")
     rows = [
         (
             result["file"],
@@ -180,15 +160,12 @@ def traces(language: str) -> str:
         )
         for result in load("traces")["files"]
     ]
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
-def report(language: str) -> str:
+def report(_: str) -> str:
     """What a report of a long run costs."""
-    heads = {
-        "en": ("steps, ranks", "seconds", "peak memory", "page"),
-        "zh": ("步数，rank 数", "秒", "内存峰值", "页面"),
-    }
+    heads = ("steps, ranks", "seconds", "peak memory", "page")
     rows = [
         (
             f"{result['num_steps']:,}, {result['num_ranks']:,}",
@@ -198,16 +175,13 @@ def report(language: str) -> str:
         )
         for result in load("report")["results"]
     ]
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
-def counts(language: str) -> str:
+def counts(_: str) -> str:
     """Seconds to count a large model on shapes."""
     found = load("count_speed")["results"]
-    heads = {
-        "en": ("one training step of", "flopmeter, s", "FlopCounterMode, s", "memory"),
-        "zh": ("一个训练步", "flopmeter 秒", "FlopCounterMode 秒", "内存"),
-    }
+    heads = ("one training step of", "flopmeter, s", "FlopCounterMode, s", "memory")
     rows = [
         (
             model,
@@ -217,36 +191,31 @@ def counts(language: str) -> str:
         )
         for model, by in found.items()
     ]
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
-def published(language: str) -> str:
+def published(_: str) -> str:
     """Published runs that the conventions give back."""
     found = load("published")
-    lines = {
-        "en": "Published: of {rows} runs, {recomputable} give all that a recomputation needs; {within} of them come out"
-        " within 0.5 % of what their authors say, {disagreeing} ({share:.1%}) do not.\n",
-        "zh": "已发表：{rows} 条运行中，{recomputable} 条给出了重算所需的一切；"
-        "其中 {within} 条与作者所述相差 0.5% 以内，{disagreeing} 条（{share:.1%}）不符。\n",
-    }
-    return lines[language].format(
+    line = (
+        "Published: of {rows} runs, {recomputable} give all that a recomputation needs; {within} of them come out"
+        " within 0.5 % of what their authors say, {disagreeing} ({share:.1%}) do not.\n"
+    )
+    return line.format(
         rows=found["rows"], recomputable=found["recomputable"], within=found["within_0.5_percent"],
         disagreeing=found["disagreeing"], share=found["disagreeing_share"],
     )  # fmt: skip
 
 
-def ranks(language: str) -> str:
+def ranks(_: str) -> str:
     """What rank statistics add to a step."""
-    heads = {
-        "en": (
-            "ranks",
-            "step",
-            "added wall time",
-            "CPU for it on rank 0",
-            "exchange, output and training thread of rank 0, per 50 steps",
-        ),
-        "zh": ("rank 数", "步长", "增加的墙钟", "rank 0 为此用的 CPU", "rank 0 的交换、输出与训练线程，每 50 步"),
-    }
+    heads = (
+        "ranks",
+        "step",
+        "added wall time",
+        "CPU for it on rank 0",
+        "exchange, output and training thread of rank 0, per 50 steps",
+    )
     rows = [
         (
             str(row["ranks"]),
@@ -257,13 +226,13 @@ def ranks(language: str) -> str:
         )
         for row in load("distributed")["measured"]
     ]
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
-def run_script(language: str) -> str:
+def run_script(_: str) -> str:
     """What `flopmeter run` adds to a program."""
     found = load("run_script")
-    heads = {"en": ("`flopmeter run` beside `python`", "more"), "zh": ("`flopmeter run` 相对 `python`", "增加")}
+    heads = ("`flopmeter run` beside `python`", "more")
     rows = [(f"a step of {found['in_turns']['step_s'] * 1e3:.0f} ms", _more(found["in_turns"]))]
     for name, process in found["processes"].items():
         rows.append((f"`{name}`, another process, {found['num_sets']} times", _more(process)))
@@ -277,19 +246,19 @@ def run_script(language: str) -> str:
     ]
     for name, times in found["start_up_s"].items():
         rows.append((f"start-up of {name}", f"{(times['flopmeter run'] - times['python']) * 1e3:.0f} ms"))
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
 def _more(found: Mapping[str, float]) -> str:
     return f"{found['more_s'] / found['step_s'] * 100:.2f} ± {found['error_s'] / found['step_s'] * 100:.2f} %"
 
 
-def waterfall(language: str) -> str:
+def waterfall(_: str) -> str:
     """How much of a planted delay shows in its own part, and in any other."""
     found = load("waterfall")
-    heads = {"en": ("planted in", "own part", "largest other"), "zh": ("植入处", "自身部分", "其他部分最大")}
+    heads = ("planted in", "own part", "largest other")
     rows = [(name, f"{own:.3f}", f"{found['largest_other'][name]:.3f}") for name, own in found["own"].items()]
-    return table(heads[language], rows)
+    return table(heads, rows)
 
 
 def prediction(_: str) -> str:
@@ -304,12 +273,12 @@ def prediction(_: str) -> str:
     return table(heads, rows)
 
 
-def mutation(language: str) -> str:
+def mutation(_: str) -> str:
     """How many planted errors in the source the tests catch."""
     found = load("mutation")
-    heads = {"en": ("room", "caught", "of"), "zh": ("部分", "发现", "共")}
+    heads = ("room", "caught", "of")
     rows = [(room, *map(str, numbers)) for room, numbers in found["by_room"].items()]
-    rooms = table(heads[language], [*rows, ("all", *map(str, found["caught"]))])
+    rooms = table(heads, [*rows, ("all", *map(str, found["caught"]))])
     left = [f"- `{m['file']}`, line {m['line']}: `{m['was']}` became `{m['becomes']}`\n" for m in found["not_caught"]]
     return f"{rooms}\nSeed {found['seed']}. Not caught:\n\n{''.join(left) or '- none'}"
 
@@ -426,59 +395,118 @@ def measured(_: str) -> str:
     return table(("benchmark", "date", "`src/`, by Git's name of the tree"), rows)
 
 
-def in_short(language: str) -> str:
-    """What the README says of the tables that only docs/results.md has, a line each."""
-    sizes = load("count_speed")["results"]["llama-3.1-405b"]["flopmeter"]
-    traces_found = load("traces")["files"]
-    faster = [found["process_s"]["hta"] / found["process_s"]["ours"] for found in traces_found]
-    smaller = [found["rss_mb"]["hta"] / found["rss_mb"]["ours"] for found in traces_found]
-    longest = max((r for r in load("report")["results"] if r["num_ranks"] == 1), key=lambda found: found["num_steps"])
-    job = load("distributed")["measured"]
-    tiny_found = load("overhead")["tiny"]
-    tiny_us = [
-        tiny_found[name][key]
-        for name in ("flopmeter, all sinks", "Lightning Throughput, arithmetic only", "TraceML")
-        for key in ("added_thread_us", "by_itself_us")
-        if key in tiny_found[name]
-    ]
-    lines = {
-        "en": (
-            "- A step that costs nothing (a tiny model): {:.0f} microseconds on the training thread with all sinks on"
-            " (goal: 15, not met), {:.0f} when called by itself; Lightning's bare arithmetic {:.0f} and {:.0f},"
-            " TraceML {:.0f}.\n"
-            "- Count: one training step of Llama-3-405B on shapes in {:.1f} s and {:.0f} MB.\n"
-            "- Traces: shares as HolisticTraceAnalysis gives them, {:.1f} to {:.1f} times as fast, in {:.1f} to {:.1f}"
-            " times less memory.\n"
-            "- Report: {:,} steps in {:.0f} s and {:.0f} MB, a page of {:.1f} MB.\n"
-            "- `flopmeter run` beside `python`: {} a step by its hooks; a whole process {}, where two plain ones differ"
-            " by {}; {:.0f} ms to understand the loop.\n"
-            "- Rank statistics every 50 steps, CPU time as a share of the step: {}.\n"
+TRUST = {
+    "en": (
+        ("the question", "the answer", "how it was found"),
+        (
+            "Is the count right?",
+            "{ours} of {rows} training steps within 0.5 % of hand formulas; the next best, {peer}, has {peers}",
+            "[accuracy](docs/results.md#accuracy)",
         ),
-        "zh": (
-            "- 几乎不花时间的一步（极小模型）：训练线程上 {:.0f} 微秒，全部 sink 打开（目标 15，未达到），"
-            "单独调用 {:.0f}；Lightning 的纯算术 {:.0f} 与 {:.0f}，TraceML {:.0f}。\n"
-            "- 计数：Llama-3-405B 的一个训练步只用形状，{:.1f} 秒，{:.0f} MB。\n"
-            "- Trace：占比与 HolisticTraceAnalysis 一致，快 {:.1f} 到 {:.1f} 倍，内存少 {:.1f} 到 {:.1f} 倍。\n"
-            "- 报告：{:,} 步用 {:.0f} 秒和 {:.0f} MB，页面 {:.1f} MB。\n"
-            "- `flopmeter run` 相对 `python`：钩子使每步增加 {}；整个进程 {}，而两个普通进程相差 {}；"
-            "理解训练循环 {:.0f} 毫秒。\n"
-            "- 每 50 步一次的 rank 统计，CPU 时间占一步的比例：{}。\n"
+        (
+            "Does it give back published MFU?",
+            "{within} of {of} runs within 0.5 % of what their authors say",
+            "[published runs](docs/results.md#published-runs)",
         ),
-    }
-    added = ", ".join(f"{row['added_cpu_share_rank_0']:.2%} ({row['ranks']} ranks)" for row in job)
-    run = load("run_script")
-    watched, again = run["processes"]["flopmeter run"], run["processes"]["python again"]
-    run_cost = (*map(_more, (run["in_turns"], watched, again)), watched["start_s"] * 1e3)
-    return f"- {published(language)}" + lines[language].format(
-        *tiny_us, sizes["count_s"], sizes["peak_rss_mb"], min(faster), max(faster), min(smaller), max(smaller),
-        longest["num_steps"], longest["report_s"], longest["peak_rss_mb"], longest["page_mb"], *run_cost,
-        added,
-    )  # fmt: skip
+        (
+            "Is the first sentence right on programs that we did not write?",
+            "of {programs} runs {right} right, {wrong} wrong, {undetermined} undetermined",
+            "[programs from elsewhere](docs/results.md#programs-from-elsewhere)",
+        ),
+        (
+            "Is a planted fault found?",
+            "{planted[0]} of {planted[1]} first verdicts right; {alarms[0]} of {alarms[1]} healthy runs called faulty",
+            "[planted causes](docs/results.md#planted-causes)",
+        ),
+        (
+            "Do fixes bring what `try` measured?",
+            "by hand inside the stated interval for {inside[0]} of {inside[1]} programs",
+            "[changes that were tried](docs/results.md#changes-that-were-tried)",
+        ),
+        (
+            "What does it cost?",
+            "{smart:.1f} ± {error:.1f} % of a step of {step_ms:.0f} ms; at worst, where a step does next"
+            " to nothing, {tiny:.0f} to {sinks:.0f} µs a step (TraceML: {traceml:.0f} µs)",
+            "[overhead](docs/results.md#overhead)",
+        ),
+        ("Which torch?", "2.6 to 2.15", "[versions](docs/versions.md)"),
+        (
+            "Which GPUs?",
+            "the CUDA path runs on torch's real CUDA build over a simulated H100; results from hardware are"
+            " wanted: `make gpu-evidence`",
+            "[GPUs](docs/gpus.md)",
+        ),
+    ),
+    "zh": (
+        ("问题", "结果", "依据"),
+        (
+            "计数准确吗？",
+            "{rows} 个训练 step 中 {ours} 个与手写公式相差不到 0.5%；其次是 {peer}，{peers} 个",
+            "[准确度](docs/results.md#accuracy)",
+        ),
+        (
+            "能重现论文里的 MFU 吗？",
+            "{of} 个可重算的运行中，{within} 个与作者所述相差不到 0.5%",
+            "[已发表的运行](docs/results.md#published-runs)",
+        ),
+        (
+            "对别人写的程序，第一句诊断对吗？",
+            "{programs} 次运行：正确 {right}，错误 {wrong}，无法确定 {undetermined}",
+            "[外部程序](docs/results.md#programs-from-elsewhere)",
+        ),
+        (
+            "植入的故障能找到吗？",
+            "{planted[1]} 次中 {planted[0]} 次首个诊断正确；{alarms[1]} 次健康运行中误报 {alarms[0]} 次",
+            "[植入的故障](docs/results.md#planted-causes)",
+        ),
+        (
+            "`try` 量出的收益可信吗？",
+            "{inside[1]} 个程序中，{inside[0]} 个手工改动后的收益落在给出的区间内",
+            "[实测的改动](docs/results.md#changes-that-were-tried)",
+        ),
+        (
+            "开销多大？",
+            "{step_ms:.0f} 毫秒的 step 增加 {smart:.1f} ± {error:.1f}%；最坏情况（几乎不计算的 step）"
+            "每步 {tiny:.0f} 到 {sinks:.0f} 微秒（TraceML：{traceml:.0f} 微秒）",
+            "[开销](docs/results.md#overhead)",
+        ),
+        ("支持哪些 torch？", "2.6 到 2.15", "[版本](docs/versions.md)"),
+        (
+            "支持哪些 GPU？",
+            "CUDA 路径已在真正的 CUDA 版 torch 与模拟的 H100 上运行；欢迎提供真机结果：`make gpu-evidence`",
+            "[GPU](docs/gpus.md)",
+        ),
+    ),
+}
+"""The README's table: a row for each thing that a reader may doubt."""
+
+
+def trust(language: str) -> str:
+    """The README's table, with the figures on file."""
+    counted, published_, programs = load("flop_accuracy"), load("published"), load("wild")["all"]
+    right = {name: _right(found)[1] for name, found in counted["summary"].items()}
+    peer = max((name for name in right if name != "flopmeter"), key=lambda name: int(right[name]))
+    costs, tiny_us = (
+        load("overhead")["variants"],
+        {name: row["added_thread_us"] for name, row in load("overhead")["tiny"].items()},
+    )
+    figures = {
+        "rows": len(counted["rows"]), "ours": right["flopmeter"], "peer": COUNTERS.get(peer, peer),
+        "peers": right[peer], "planted": load("planted")["right"], "alarms": load("planted")["false_alarms"],
+        "within": published_["within_0.5_percent"], "of": published_["recomputable"], "programs": programs["runs"],
+        **{name: f"{programs[f'{name} %']:.0f} %" for name in ("right", "wrong", "undetermined")},
+        "inside": load("tried")["inside"],
+        "smart": costs["flopmeter smart"]["overhead_percent"], "error": costs["flopmeter smart"]["error_percent"],
+        "step_ms": costs["baseline"]["median_step_ms"], "tiny": tiny_us["flopmeter, no sinks"],
+        "sinks": tiny_us["flopmeter, all sinks"], "traceml": tiny_us["TraceML"],
+    }  # fmt: skip
+    heads, *rows = ([cell.format(**figures) for cell in row] for row in TRUST[language])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (heads, ["---"] * 3, *rows))
 
 
 TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": accuracy, "overhead": overhead, "tiny": tiny, "planted": planted, "traces": traces, "report": report,
-    "counts": counts, "published": published, "ranks": ranks, "in_short": in_short, "waterfall": waterfall,
+    "counts": counts, "published": published, "ranks": ranks, "trust": trust, "waterfall": waterfall,
     "mutation": mutation, "run_script": run_script, "integrations": integrations, "tried": tried, "soak": soak,
     "measuring": measuring,
     "measured": measured, "prediction": prediction, "wild": wild,

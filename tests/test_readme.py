@@ -1,4 +1,4 @@
-"""The README's map of the repository is true, and the Chinese one says the same."""
+"""The map of the repository is true, and both READMEs say the same."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def tracked_files() -> list[str]:
     return [name for name in listing.stdout.splitlines() if (ROOT / name).exists()]
 
 
-def mapped(readme: str) -> list[str]:
-    section = re.split(r"^## ", readme, flags=re.MULTILINE)
-    maps = [part for part in section if part.startswith(("File map", "文件地图"))]
-    assert len(maps) == 1, "the README has one section with the file map"
-    return [path for cell in MAP_ROW.findall(maps[0]) for path in re.findall(r"`([^`]+)`", cell)]
+def mapped() -> list[str]:
+    sections = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), flags=re.MULTILINE)
+    (file_map,) = (section for section in sections if section.startswith("File map"))
+    return [path for cell in MAP_ROW.findall(file_map) for path in re.findall(r"`([^`]+)`", cell)]
 
 
 def unmapped(paths: list[str], files: list[str]) -> list[str]:
@@ -42,15 +41,30 @@ def unmapped(paths: list[str], files: list[str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
-def test_every_row_of_the_map_exists(readme: Path) -> None:
-    missing = [path for path in mapped(readme.read_text("utf-8")) if not (ROOT / path).exists()]
-    assert missing == []
+def test_every_row_of_the_map_exists() -> None:
+    assert [path for path in mapped() if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
-def test_every_source_file_is_on_the_map(readme: Path) -> None:
-    assert unmapped(mapped(readme.read_text("utf-8")), tracked_files()) == []
+def test_every_source_file_is_on_the_map() -> None:
+    assert unmapped(mapped(), tracked_files()) == []
+
+
+@pytest.mark.parametrize(
+    "page", [*READMES, *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    links = re.findall(
+        r"\]\(([^)#\s]*)(#[^)\s]*)?\)", re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    )
+    places = [(page.parent / path if path else page, anchor[1:]) for path, anchor in links if "://" not in path]
+    assert [path for path, _ in places if not path.exists()] == []
+    assert [(path.name, anchor) for path, anchor in places if anchor and anchor not in anchors(path)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_file_that_the_guide_for_contributors_names_exists() -> None:
