@@ -17,7 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = {ROOT / "README.md": "en", ROOT / "README.zh-CN.md": "zh", ROOT / "docs" / "results.md": "en"}
+PAGES = {
+    ROOT / "README.md": "en", ROOT / "README.zh-CN.md": "zh",
+    ROOT / "docs" / "results.md": "en", ROOT / "docs" / "modes.md": "en",
+}  # fmt: skip
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 COUNTERS = {

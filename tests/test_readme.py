@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,17 @@ def test_both_readmes_have_the_same_commands_and_headings() -> None:
 def test_after_make_demo_the_commands_of_the_readme_have_their_libraries() -> None:
     recipe = (ROOT / "Makefile").read_text().partition("$(VENV)/.ready-demo:")[2].partition("\n\n")[0]
     assert "-e '.[serve,transformers]'" in recipe  # `flopmeter serve runs` and `flopmeter count llama-3-70b`
+
+
+def test_the_docs_build_as_a_site_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, site = (
+        (tmp_path / "index.html").read_text("utf-8"),
+        (tmp_path / "findings" / "index.html").read_text("utf-8"),
+    )
+    assert "First run" in first
+    assert 'id="data_stall"' in site
