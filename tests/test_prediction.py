@@ -406,10 +406,17 @@ def test_a_count_says_what_other_batches_take() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 16), (4, 64), (3, 33), (8, 128), (2, 7)])
-def test_the_law_gives_what_counting_gives(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("how", ["all of it", "one weight", "checkpointed"])
+def test_the_law_gives_what_counting_gives(how: str, sizes: tuple[int, int]) -> None:
     model = FAMILIES["llama"].build(lambda: text(*OBSERVED)).model
+    if how == "one weight":  # products with a weight have half the backward pass, those of attention all of it
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("layers.0.self_attn.q_proj.weight"))
+    elif how == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     foretold, counted = count_flops(model, (2, 64)).at(sizes), count_flops(model, sizes)
-    for name in ("forward_flop", "backward_flop", "hardware_flop", "by_dtype"):
+    assert (counted.recompute_flop > 0) is (how == "checkpointed")
+    for name in ("forward_flop", "backward_flop", "recompute_flop", "hardware_flop", "by_dtype"):
         assert getattr(foretold, name) == pytest.approx(getattr(counted, name), rel=1e-12)
 
 

@@ -146,8 +146,11 @@ def read_leaves(
         parts = {"forward": forward, "backward": training * num_grads * forward}
         again = training * num_reruns * forward
         rows, run = getattr(workload, field), getattr(workload, processed)
+        own, own_rows = (field, rows) if convention == "exact" else (processed, run)
         for name, part in {**parts, "recompute": again}.items():
-            phases[name] += part * (rows if convention == "exact" else run)
+            phases[name] += part * own_rows
+            if name in growth:
+                growth[name][dtype][own] += part * own_rows
         growth["exact"][dtype][field] += sum(parts.values()) * rows
         growth["full"][dtype][processed] += sum(parts.values()) * run
         growth["hardware"][dtype][processed] += (sum(parts.values()) + again) * run

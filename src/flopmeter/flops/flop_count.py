@@ -20,8 +20,9 @@ Growth = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def new_growth() -> dict[str, dict[str, dict[str, float]]]:
-    """Of "exact", "full" and "hardware" FLOPs by dtype and by field of `Workload`: to be added to."""
-    return {name: defaultdict(lambda: defaultdict(float)) for name in ("exact", "full", "hardware")}
+    """As `FlopCount.growth`, to be added to."""
+    names = ("exact", "full", "hardware", "forward", "recompute")
+    return {name: defaultdict(lambda: defaultdict(float)) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,8 @@ class FlopCount:
     by_module: Mapping[str, float] = field(default_factory=dict)
     """Model FLOPs by the path of the innermost module that ran them; "" is the root or no module."""
     growth: Growth = field(default_factory=dict)
-    """What FLOPs grow with: of "exact", "full" and "hardware" each by dtype, and there by field of `Workload`."""
+    """What FLOPs grow with: of "exact", "full" and "hardware", and, under the convention, of "forward" and "recompute",
+    each by dtype, and there by field of `Workload`."""
     workload: Workload | None = None
     """What it was counted for, where that is known."""
     coverage: float | None = 1.0
@@ -118,7 +120,7 @@ class FlopCount:
         if (batch is None) is (lengths is None):
             raise TypeError("either a batch or the lengths of its texts")
         before = self.workload
-        if before is None or not self.growth:
+        if before is None or "forward" not in self.growth:
             raise CountError("this count does not say what its parts grow with")
         reads: Any = "text" if before.tokens else "values"
         has_decoder = before.decoder_tokens > 0
@@ -142,10 +144,9 @@ class FlopCount:
             for name, by in self.growth.items()
         }
         sums = {name: sum(sum(parts.values()) for parts in by.values()) for name, by in growth.items()}
-        ratio = sums[self.convention] / self.model_flop if self.model_flop else 0.0
-        rerun = sums["hardware"] / self.hardware_flop if self.hardware_flop else 0.0
-        phases = {"forward": self.forward_flop * ratio, "backward": self.backward_flop * ratio}
-        phases |= {"recompute": self.recompute_flop * rerun, "optimizer": self.optimizer_flop}
+        # Phases are not in one proportion: frozen weights have half a backward pass, attention all of it.
+        phases = {name: sums[name] for name in ("forward", "recompute")}
+        phases |= {"backward": sums[self.convention] - sums["forward"], "optimizer": self.optimizer_flop}
         told = {name: getattr(self, name) for name in ("coverage", "uncounted", "left_out")}
         method = f"{self.method}, for another batch"
         return FlopCount.of(phases, growth, self.convention, workload=after, method=method, **told)

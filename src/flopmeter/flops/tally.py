@@ -94,6 +94,8 @@ def tally(
         own = flop[convention]
         phases[call.phase] += own
         growth["hardware"][call.dtype]["once" if call.phase == "optimizer" else names["hardware"]] += work.hardware
+        if call.phase in ("forward", "recompute"):
+            growth[call.phase][call.dtype][names[convention]] += own
         if call.phase == "recompute" and not call.is_asked:
             unasked += work.hardware
         if call.phase == "forward" and reader.is_guess(call):
