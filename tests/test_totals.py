@@ -90,24 +90,25 @@ def test_energy_and_money_by_hand(tmp_path: Path) -> None:
     samples = [event("resources", START_S + at_s, metrics={"resource/gpu_power_w": watts})
                for at_s, watts in ((2, 100.0), (4, 300.0), (10, 600.0))]  # fmt: skip
     found = totals(record(tmp_path, [*ten_steps(price_per_device_hour=3.6, world_size=4), *samples]))
-    # 300 W for 2 s, then 600 W for 6 s: 525 W; four devices for 20 s.
-    assert found.energy_kwh == pytest.approx(525 * 4 * 20 / 3.6e6)
-    assert found.joules_per_token == pytest.approx(525 * 4 * 20 / 10_000)
+    # 100 W for 2 s, 300 W for 2 s, 600 W for 6 s: 440 W; four devices for 20 s.
+    assert found.energy_kwh == pytest.approx(440 * 4 * 20 / 3.6e6)
+    assert found.joules_per_token == pytest.approx(440 * 4 * 20 / 10_000)
     # 3.6 an hour is a thousandth a second.
     assert found.cost == pytest.approx(0.001 * 4 * 20)
     assert found.cost_per_million_tokens == pytest.approx(0.08 / 10_000 * 1e6)
     assert found.notes == ("energy is that of rank 0's device times 4",)
 
 
-def test_a_watt_is_not_counted_while_nothing_ran(tmp_path: Path) -> None:
-    first, second = ten_steps(), ten_steps(START_S + 1000)
+@pytest.mark.parametrize("again_s", [80, 1000])
+def test_a_watt_is_not_counted_while_nothing_ran(tmp_path: Path, again_s: float) -> None:
+    first, second = ten_steps(), ten_steps(START_S + again_s)
     for number, line in enumerate(second[1:], 11):
         line["step"] = number
-    samples = [
-        event("resources", START_S + at_s, metrics={"resource/gpu_power_w": 200.0}) for at_s in (2, 12, 1002, 1012)
-    ]
+    looks = ((2, 200.0), (12, 200.0), (again_s + 2, 500.0), (again_s + 12, 500.0))
+    samples = [event("resources", START_S + at_s, metrics={"resource/gpu_power_w": watts}) for at_s, watts in looks]
     found = totals(record(tmp_path, [*first, *second, *samples]))
-    assert found.energy_kwh == pytest.approx(200 * 40 / 3.6e6)
+    # 12 s of either start are sampled: 350 W; each ran for 20 s.
+    assert found.energy_kwh == pytest.approx(350 * 40 / 3.6e6)
 
 
 def look(name: str, evidence: Evidence) -> Finding | None:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 from operator import mul
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from flopmeter.columns import LARGEST, LATEST_S, at, finite, known, mapping, number_or_nan
+from flopmeter.columns import LARGEST, LATEST_S, at, finite, known, mapping, number_or_nan, sound
 from flopmeter.goodput import Goodput, goodput, kept_steps
 from flopmeter.metrics import ROW, flop_per_s, utilisation
 from flopmeter.text import clean
@@ -203,14 +202,19 @@ _MEMORY = frozenset((
 
 
 def _mean_power_w(run: Run) -> float | None:
-    """Over the time between samples, each of which stands for the time since the one before it."""
+    """Over the time between samples, each of which stands for the time since the one before it, or since its start."""
     samples = [
         (time_s, watts)
         for event in run.named("resources")
         if (time_s := number_or_nan(event.get("time"), LATEST_S)) > 0
         and (watts := number_or_nan(mapping(event.get("metrics")).get("resource/gpu_power_w"), LARGEST)) >= 0
     ]
-    spans = [(after[0] - before[0], after[1]) for before, after in pairwise(samples)]
+    starts = sound([header.started_at for header in run.headers], LATEST_S)
+    spans, before_s = [], -math.inf
+    for time_s, watts in samples:
+        begin_s = max((at_s for at_s in starts if before_s < at_s <= time_s), default=before_s)
+        spans.append((time_s - begin_s, watts))
+        before_s = time_s
     inside = [(span_s, watts) for span_s, watts in spans if 0 < span_s <= MAX_SILENCE_S]
     total_s = math.fsum(span_s for span_s, _ in inside)
     if total_s:
