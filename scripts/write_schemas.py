@@ -43,12 +43,25 @@ MAPS = {
 FREE = {"figures"}
 """Objects that hold what a machine has."""
 SMALL = "llama:layers=2,hidden=64,heads=4,vocab=128"
+MODELS = """from torch import nn
+
+
+def convolution():
+    return nn.Conv2d(3, 8, 3)
+
+
+def embedding():
+    return nn.Embedding(16, 8)
+"""
+"""Models without tokens and without FLOPs: a module in the folder where the calls are made."""
 PUBLISHED = ["mfu", "--model", "llama-3.1-8b", "--seq", "8192", "--gpus", "8", "--tokens-per-second", "80000", "--json"]
 CALLS: dict[str, list[list[str]]] = {
     "count": [
         ["count", SMALL, "--seq", "16", "--json"],
         ["count", SMALL, "--seq", "16", "--checkpointing", "--convention", "full", "--dtype", "fp16", "--json"],
         ["count", SMALL, "--seq", "16", "--forward", "--json"],
+        ["count", "models_of_ours:convolution", "--seq", "16", "--json"],
+        ["count", "models_of_ours:embedding", "--seq", "16", "--json"],
     ],
     "mfu": [
         [*PUBLISHED, "--device", "NVIDIA H100 80GB HBM3"],
@@ -122,6 +135,7 @@ def of_types(kind: Any, **more: dict[str, Any]) -> dict[str, Any]:
 def schema_of(command: str, folder: Path) -> dict[str, Any]:
     """The whole schema of a command's output."""
     if command in CALLS:
+        (folder / "models_of_ours.py").write_text(MODELS, "utf-8")
         body = summed_up([answer(call, folder) for call in CALLS[command]], command)
     elif command == "compare":
         from flopmeter.compare import Comparison

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import report_runs as runs
@@ -309,6 +309,7 @@ _KINDS = ("count", "ranks", "straggler", "pause", "regime", "peak", "warning", "
         max_size=6,
     )
 )
+@example(events=[{"event": "count", "by_dtype": {"float32": None}}])
 def test_no_event_can_break_the_report(ordinary: Run, events: list[dict[str, Any]]) -> None:
     run = Run(path=ordinary.path, headers=ordinary.headers, step=ordinary.step, time=ordinary.time)
     run.columns, run.marks, run.events = ordinary.columns, ordinary.marks, events

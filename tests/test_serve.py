@@ -24,6 +24,7 @@ from flopmeter.record.reader import MAX_LINES_WITHOUT_HEADER
 from flopmeter.record.writer import encode
 from flopmeter.serve import _Views, ago, make_app, trend
 from flopmeter.serve import runs as runs_module
+from flopmeter.serve import tail as tail_module
 from flopmeter.serve.guard import is_loopback
 from flopmeter.serve.runs import TAIL_BYTES, Glance, Runs, glance_at
 from flopmeter.serve.tail import Tail
@@ -254,7 +255,7 @@ def test_a_run_that_is_replaced_by_a_link_after_it_was_found_is_not_read(tmp_pat
     inside.parent.rmdir()
     inside.parent.symlink_to(outside.parent)
     with pytest.raises(RecordError):
-        read_on(runs.open(name).tail)
+        read_on(runs.open(name))
     assert runs.glances()[0].state == "unreadable"
 
 
@@ -309,24 +310,24 @@ def test_what_was_made_of_a_run_is_made_again_only_when_it_changed(tmp_path: Pat
 
 def test_a_long_file_is_read_while_the_browser_is_told_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path, run_lines([0.1] * 30))
-    monkeypatch.setattr(runs_module, "LONG_BYTES", 1000)
-    monkeypatch.setattr(runs_module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(tail_module, "LONG_BYTES", 1000)
+    monkeypatch.setattr(tail_module, "PATIENCE_S", 0.01)
     shelf = Runs(tmp_path)
     (name,) = shelf.paths()
     opened, may_read = shelf.open(name), threading.Event()
 
     def look() -> None:
         may_read.wait(60)
-        read_on(opened.tail)
+        read_on(opened)
 
     assert opened.is_busy(look)
     assert opened.is_busy(look)
-    assert opened.tail.progress() == (0, path.stat().st_size)
+    assert opened.progress() == (0, path.stat().st_size)
     may_read.set()
     while opened.is_busy(look):
         continue
-    assert opened.tail.progress() == (path.stat().st_size, path.stat().st_size)
-    assert opened.tail.num_bytes_read == path.stat().st_size
+    assert opened.progress() == (path.stat().st_size, path.stat().st_size)
+    assert opened.num_bytes_read == path.stat().st_size
 
 
 def test_a_short_file_and_a_long_one_that_is_no_run_keep_nobody_waiting(
@@ -336,12 +337,12 @@ def test_a_short_file_and_a_long_one_that_is_no_run_keep_nobody_waiting(
     shelf = Runs(tmp_path)
     (name,) = shelf.paths()
     opened = shelf.open(name)
-    assert not opened.is_busy(lambda: read_on(opened.tail))
-    monkeypatch.setattr(runs_module, "LONG_BYTES", 1000)
-    while opened.is_busy(lambda: read_on(opened.tail)):
+    assert not opened.is_busy(lambda: read_on(opened))
+    monkeypatch.setattr(tail_module, "LONG_BYTES", 1000)
+    while opened.is_busy(lambda: read_on(opened)):
         continue
     with pytest.raises(RecordError, match="no header"):
-        read_on(opened.tail)
+        read_on(opened)
 
 
 # At a glance

@@ -204,7 +204,8 @@ def _summary(answer: dict[str, Any]) -> Iterator[str]:
         yield f"per token {_flop(answer['flop_per_token'])}, of {answer['tokens']:,} tokens"
     else:
         yield f"per sample {_flop(answer['model_flop'] / answer['batch'])}"
-    yield f"grows as {answer['formula']}"
+    if answer["formula"]:
+        yield f"grows as {answer['formula']}"
     coverage = "" if answer["coverage"] is None else f", coverage {percent(answer['coverage'])}"
     yield f"{answer['convention']} convention, counted on {answer['method']}{coverage}; in {answer['seconds']:.1f} s"
     if answer["uncounted"]:

@@ -11,24 +11,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
+from flopmeter.compare import compare
 from flopmeter.errors import FlopmeterError, MissingLibraryError, RecordError
+from flopmeter.record import Run
+from flopmeter.report._compare import comparison_page
+from flopmeter.report._model import report_of, timeline_of
+from flopmeter.report._page import body, body_of, data_of, document, safe_json
 from flopmeter.serve.runs import STATES, Glance, Runs
 from flopmeter.text import clean, plural, utilisation
 
-if TYPE_CHECKING:
+try:
     from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.gzip import GZipMiddleware
     from starlette.requests import Request
-    from starlette.responses import Response
+    from starlette.responses import HTMLResponse, Response
+    from starlette.routing import Route
 
-    from flopmeter.record import Run
+    from flopmeter.serve.guard import Guard
+except ImportError:
+    raise MissingLibraryError("starlette", needed_for="flopmeter serve", extra="serve") from None
 
 logger = logging.getLogger("flopmeter")
 
@@ -56,29 +67,13 @@ def make_app(root: Path, *, host: str = DEFAULT_HOST, token: str | None = None) 
 
     Raises:
         RecordError: `root` is not a folder.
-        MissingLibraryError: starlette is not installed.
     """
     if not root.is_dir():
         raise RecordError(f"{root} is not a folder: give the folder that holds your runs")
-    try:
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.gzip import GZipMiddleware
-        from starlette.routing import Route
-    except ImportError:
-        raise MissingLibraryError("starlette", needed_for="flopmeter serve", extra="serve") from None
-    from flopmeter.serve.guard import Guard
-
     views = _Views(Runs(root))
-    routes = {
-        "/": views.runs,
-        "/news": views.runs,
-        "/run/{name}": views.run,
-        "/run/{name}/news": views.run,
-        "/compare": views.compare,
-    }
+    places = {views.runs: ("/", "/news"), views.run: ("/run/{name}", "/run/{name}/news"), views.compare: ("/compare",)}
     return Starlette(
-        routes=[Route(path, views.safe(view)) for path, view in routes.items()],
+        routes=[Route(path, views.safe(view)) for view, paths in places.items() for path in paths],
         middleware=[Middleware(Guard, host=host, token=token), Middleware(GZipMiddleware, minimum_size=2000)],
         exception_handlers={404: lambda request, error: _message("there is no such page", 404)},
     )
@@ -115,16 +110,11 @@ class _Views:
     def run(self, request: Request) -> Response:
         name = request.path_params["name"]
         opened, state = self._runs.open(name), self._runs.state_of(name)
-
-        def look() -> tuple[str, Part]:
-            return opened.made(run_part, state)
-
+        look = partial(opened.made, run_part, state)
         if opened.is_busy(look):
-            from flopmeter.report._page import body, document
-
-            read, size = opened.tail.progress()
+            read, size = opened.progress()
             page = document("Reading the run", body("waiting.html", num_read=read, num_bytes=size))
-            return _html(page, {"Refresh": "1"})
+            return HTMLResponse(page, headers={"Refresh": "1"})
         revision, part = look()
         return _answer(request, part, revision, (state, STATES[state]), f"/run/{name}/news")
 
@@ -133,11 +123,7 @@ class _Views:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 2 <= len(names) <= MAX_COMPARED:
             return _message(f"choose 2 to {MAX_COMPARED} different runs to compare", 400)
-        from flopmeter.compare import compare
-        from flopmeter.report._compare import comparison_page
-        from flopmeter.report._model import timeline_of
-
-        tails, baseline = {name: self._runs.open(name).tail for name in names}, request.query_params.get("baseline")
+        tails, baseline = {name: self._runs.open(name) for name in names}, request.query_params.get("baseline")
         with ExitStack() as stack:
             # Locks are always taken in the same order, so that two comparisons cannot wait for each other.
             opened = {name: stack.enter_context(tails[name].run())[0] for name in sorted(names)}
@@ -145,26 +131,21 @@ class _Views:
             runs = [opened[name] for name in names]
             chosen = "&".join(f"run={name}" for name in names)
             links, swaps = [f"/run/{name}" for name in names], [f"/compare?{chosen}&baseline={name}" for name in names]
-            title, body, data = comparison_page(compare(runs), [timeline_of(run) for run in runs], links, swaps)
-        return _answer(request, Part(title=title, body=body, data=data), "", ("finished", ""), "")
+            title, html, data = comparison_page(compare(runs), [timeline_of(run) for run in runs], links, swaps)
+        return _answer(request, Part(title=title, body=html, data=data), "", ("finished", ""), "")
 
 
 def run_part(run: Run) -> Part:
     """The sections and charts of one run, as they are now."""
-    from flopmeter.report import report_of
-    from flopmeter.report._page import body_of, data_of
-
     started = time.perf_counter()
     report = report_of(run)
-    body, data = body_of(report), data_of(report)
+    html, data = body_of(report), data_of(report)
     again_s = round(min(max(10 * (time.perf_counter() - started), SHORTEST_S), LONGEST_S), 1)
-    return Part(title=report.about.name, body=body, data=data, again_s=again_s)
+    return Part(title=report.about.name, body=html, data=data, again_s=again_s)
 
 
 def list_part(folder: str, glances: Sequence[Glance], is_cut: bool) -> Part:
     """The list of runs."""
-    from flopmeter.report._page import body
-
     now_s, num_running = time.time(), sum(glance.state == "running" for glance in glances)
     line = f"{plural(len(glances), 'run')}, {num_running:,} running"
     rows = [(glance, trend(glance.recent_mfu), ago(now_s - glance.updated_at)) for glance in glances]
@@ -195,30 +176,16 @@ def ago(age_s: float) -> str:
 
 def _answer(request: Request, part: Part, revision: str, state: tuple[str, str], feed: str) -> Response:
     """The page, or what is new in it; when nothing is, only how the run is and when to ask again."""
-    from starlette.responses import Response
-
-    from flopmeter.report._page import document, safe_json
-
     if not request.url.path.endswith("/news"):
         live = {"feed": feed, "revision": revision, "state": state[0], "text": state[1]}
-        return _html(document(part.title, part.body, part.data, live))
+        return HTMLResponse(document(part.title, part.body, part.data, live))
     news: dict[str, Any] = {"revision": revision, "state": state[0], "text": state[1], "again_s": part.again_s}
     if request.query_params.get("revision") != revision:
         news |= {"body": part.body, "data": part.data}
     return Response(safe_json(news), media_type="application/json")
 
 
-def _html(text: str, headers: Mapping[str, str] | None = None) -> Response:
-    from starlette.responses import HTMLResponse
-
-    return HTMLResponse(text, headers=headers)
-
-
 def _message(message: str, status: int) -> Response:
     """A page of one line, in the look of the others."""
-    from flopmeter.report._page import body, document
-
     live = {"feed": "", "revision": "", "state": "lost", "text": ""}
-    response = _html(document("flopmeter", body("message.html", message=clean(message, 400)), None, live))
-    response.status_code = status
-    return response
+    return HTMLResponse(document("flopmeter", body("message.html", message=clean(message, 400)), None, live), status)

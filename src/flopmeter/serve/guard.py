@@ -10,15 +10,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-from flopmeter.report._page import asset, policy
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from flopmeter.report._page import asset, policy
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 MAX_TOKEN_LENGTH = 200
@@ -54,8 +53,6 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        from starlette.datastructures import MutableHeaders
-        from starlette.requests import Request
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -68,8 +65,6 @@ class Guard:
         await answer(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> Response | None:
-        from starlette.responses import PlainTextResponse
-
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("flopmeter only answers GET and HEAD\n", 405, {"Allow": "GET, HEAD"})
         if not self._is_our_name(request.headers.get("host", "")):
@@ -87,8 +82,6 @@ class Guard:
 
     def _check_token(self, request: Request) -> Response | None:
         """None for a reader who has shown the token; a page that keeps it as a cookie when it came in the address."""
-        from starlette.responses import HTMLResponse, PlainTextResponse
-
         cookie = f"flopmeter_{request.url.port or 80}"
         given = parse_qs(request.url.query).get("token", [""])[0]
         if self._is_token(given):

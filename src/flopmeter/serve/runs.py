@@ -10,17 +10,17 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
 from flopmeter.columns import open_regular
-from flopmeter.errors import FlopmeterError, RecordError
+from flopmeter.errors import RecordError
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
 from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
@@ -36,9 +36,6 @@ FRESH_S, SEARCH_SHARE = 2.0, 10
 for each of them, nor a slow network disk all the time."""
 MAX_OPEN_RUNS = 8
 """A run of a million steps takes some hundred megabytes: the one that was looked at longest ago goes first."""
-LONG_BYTES = 32 << 20
-"""A file with so much unread takes seconds: the browser is told how far the reading has come."""
-PATIENCE_S = 0.5
 HEAD_BYTES, TAIL_BYTES = 16 << 10, 96 << 10
 SILENT_S = 60.0
 """A run that wrote nothing for so long, and for ten of its steps, is called silent."""
@@ -96,7 +93,7 @@ class Runs:
         self._paths: dict[str, Path] = {}
         self._good_until = 0.0
         self._glances: dict[str, tuple[tuple[int, int, int], Glance]] = {}
-        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+        self._open: OrderedDict[str, Tail] = OrderedDict()
 
     def paths(self) -> dict[str, Path]:
         """Run files by the name under which they are served."""
@@ -114,8 +111,7 @@ class Runs:
         Raises:
             RecordError: There is none.
         """
-        path = self.paths().get(name)
-        if path is None:
+        if (path := self.paths().get(name)) is None:
             raise RecordError("there is no such run")
         return path
 
@@ -154,11 +150,10 @@ class Runs:
         return sorted(shown, key=lambda glance: -math.inf if glance.state == "running" else -glance.updated_at)
 
     def _glance(self, name: str, path: Path, now_s: float) -> tuple[tuple[int, int, int], Glance]:
-        try:
+        key = (0, 0, 0)
+        with suppress(OSError):
             status = path.stat(follow_symlinks=False)
             key = (status.st_ino, status.st_size, status.st_mtime_ns)
-        except OSError:
-            key = (0, 0, 0)
         known = self._glances.get(name)
         # A run that goes on is looked at again even so: silence is news.
         if known and known[0] == key and known[1].state != "running":
@@ -175,7 +170,7 @@ class Runs:
         """
         return self._glance(name, self.find(name), time.time())[1].state
 
-    def open(self, name: str) -> OpenRun:
+    def open(self, name: str) -> Tail:
         """A run to be read in full.
 
         Raises:
@@ -184,46 +179,11 @@ class Runs:
         path = self.find(name)
         with self._lock:
             if name not in self._open:
-                self._open[name] = OpenRun(path, self.root)
+                self._open[name] = Tail(path, self.root)
             self._open.move_to_end(name)
             while len(self._open) > self._max_open_runs:
                 self._open.popitem(last=False)
             return self._open[name]
-
-
-class OpenRun:
-    """A run that is read on, with what was last made of it."""
-
-    def __init__(self, path: Path, root: Path) -> None:
-        self.tail = Tail(path, root)
-        self._made: tuple[str, Any] = ("", None)
-        self._first_look: threading.Thread | None = None
-
-    def is_busy(self, look: Callable[[], object]) -> bool:
-        """Whether a long file is still being read for the first time; begins with it, by `look`, when that is due."""
-
-        def first_look() -> None:
-            with suppress(FlopmeterError):  # what is wrong with the run is told to the next one who asks for it
-                look()
-
-        read, size = self.tail.progress()
-        if self._first_look is None and size - read > LONG_BYTES:
-            self._first_look = threading.Thread(target=first_look, daemon=True)
-            self._first_look.start()
-        if self._first_look is not None:
-            self._first_look.join(PATIENCE_S)
-        return self._first_look is not None and self._first_look.is_alive()
-
-    def made(self, make: Callable[[Run], Any], mark: str = "") -> tuple[str, Any]:
-        """Which state of the run this is, and what `make` makes of it; made anew only when run or mark have changed.
-
-        Raises:
-            RecordError: The file cannot be read as a run.
-        """
-        with self.tail.run() as (run, revision):
-            if self._made[0] != f"{revision}-{mark}":
-                self._made = (f"{revision}-{mark}", make(run))
-            return self._made
 
 
 def name_of(path: Path, root: Path) -> str:

@@ -1,25 +1,29 @@
-"""What is new in a run file since we last looked?  Only the new bytes are read, whatever happens to the file.
+"""What is new in a run file since we last looked, and what was last made of the run?
 
-A file that was replaced, cut short or rewritten is read from its beginning; a last line without an end is kept until
-its end arrives.
+Only the new bytes are read, whatever happens to the file. A file that was replaced, cut short or rewritten is
+read from its beginning; a last line without an end is kept until its end arrives.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from flopmeter.columns import open_regular
-from flopmeter.errors import RecordError
+from flopmeter.errors import FlopmeterError, RecordError
 from flopmeter.record import Run
 from flopmeter.record.reader import MAX_LINE_BYTES, RunReader
 
 CHUNK_BYTES = 1 << 20
 SEAM_BYTES = 256
 """So many bytes before the place where we stopped are compared: a file that was rewritten in place differs there."""
+LONG_BYTES = 32 << 20
+"""A file with so much unread takes seconds: the browser is told how far the reading has come."""
+PATIENCE_S = 0.5
 
 
 class Tail:
@@ -35,6 +39,8 @@ class Tail:
         self.num_bytes_read = 0
         """In all, to show that nothing is read twice."""
         self._lock = threading.Lock()
+        self._made: tuple[str, Any] = ("", None)
+        self._first_look: threading.Thread | None = None
         self._start_over()
 
     def _start_over(self) -> None:
@@ -69,24 +75,48 @@ class Tail:
                 raise RecordError("the run file has no header line yet")
             yield self._reader.run, f"{self._file_id[1] if self._file_id else 0:x}-{self._offset:x}"
 
+    def is_busy(self, look: Callable[[], object]) -> bool:
+        """Whether a long file is still being read for the first time; begins with it, by `look`, when that is due."""
+
+        def first_look() -> None:
+            with suppress(FlopmeterError):  # what is wrong with the run is told to the next one who asks for it
+                look()
+
+        if self._first_look is None:
+            read, size = self.progress()
+            if size - read <= LONG_BYTES:
+                return False
+            self._first_look = threading.Thread(target=first_look, daemon=True)
+            self._first_look.start()
+        self._first_look.join(PATIENCE_S)
+        return self._first_look.is_alive()
+
+    def made(self, make: Callable[[Run], Any], mark: str = "") -> tuple[str, Any]:
+        """Which state of the run this is, and what `make` makes of it; made anew only when run or mark have changed.
+
+        Raises:
+            RecordError: The file cannot be read as a run.
+        """
+        with self.run() as (run, revision):
+            if self._made[0] != f"{revision}-{mark}":
+                self._made = (f"{revision}-{mark}", make(run))
+            return self._made
+
     def _catch_up(self) -> None:
         with open_regular(self.path, inside=self._root) as file:
             descriptor = file.fileno()
             status = os.fstat(descriptor)
-            if not self._continues(descriptor, status):
+            file_id, seam_at = (status.st_dev, status.st_ino), self._offset - len(self._seam)
+            # Is it the file of last time, and is what we have read of it still there?
+            is_same = self._file_id == file_id and status.st_size >= self._offset
+            if not is_same or os.pread(descriptor, len(self._seam), seam_at) != self._seam:
                 self._start_over()
-                self._file_id = (status.st_dev, status.st_ino)
+                self._file_id = file_id
             if self._offset < status.st_size:
                 while chunk := os.pread(descriptor, CHUNK_BYTES, self._offset):
                     self._take(chunk)
                 self._seam = os.pread(descriptor, SEAM_BYTES, max(self._offset - SEAM_BYTES, 0))
                 self._reader.settle()
-
-    def _continues(self, descriptor: int, status: os.stat_result) -> bool:
-        """Whether the file is the one of last time, and what we have read of it is still there."""
-        if self._file_id != (status.st_dev, status.st_ino) or status.st_size < self._offset:
-            return False
-        return os.pread(descriptor, len(self._seam), self._offset - len(self._seam)) == self._seam
 
     def _take(self, chunk: bytes) -> None:
         self._offset += len(chunk)

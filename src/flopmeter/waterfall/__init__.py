@@ -411,8 +411,10 @@ def roof_share(run: Run) -> float | None:
     peaks, flop = flop_per_s(run.peaks), mapping(run.last("count").get("by_dtype"))
     roofs = {event.get("dtype"): number_or_nan(event.get("flop_per_s"), LARGEST) for event in run.named("roof")}
     at_peak_s = at_roof_s = unknown = 0.0
-    for name, amount in flop.items():
-        dtype = dtype_name(name)
+    for name, value in flop.items():
+        dtype, amount = dtype_name(name), number_or_nan(value, LARGEST)
+        if math.isnan(amount):
+            continue
         if (roof := roofs.get(dtype, roofs.get("tf32") if dtype == "fp32" else None) or 0.0) > 0:
             at_roof_s += amount / roof
             at_peak_s += amount / (peaks.get(dtype) or peaks.get("tf32") or math.nan)
