@@ -6,7 +6,8 @@ Run files are made up: every metric of a real run of the monitor, pauses, counts
 the last case statistics of that many ranks. Each report is made in a process of its own, as `flopmeter report` does it,
 imports included; memory is the largest resident size of that process. Where playwright and Chromium are installed, the
 page is opened and zoomed, and the longest task of its main thread is told. Growth is the time per step of each size
-over that of the size before: 1 is linear. The last line printed is JSON; the exit code is 1 when a goal is missed.
+over that of the size before: 1 is linear. The goal for time is one of CPU time, which other programs change little. The
+last line printed is JSON; the exit code is 1 when a goal is missed.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from flopmeter.metrics import ROW_NAMES
 from flopmeter.record import RunWriter
 from flopmeter.schema import PHASES, RUN_FILE, SCHEMA_VERSION
 from outcome import add_record_option, finish
 
-BENCHMARK_VERSION = 2
+BENCHMARK_VERSION = 3
 STEPS = (3_000, 10_000, 100_000, 1_000_000)
 RANKS = 1024
 RANK_STEPS = 10_000
 GOAL_STEPS, GOAL_S, GOAL_RSS_MB, GOAL_PAGE_MB, GOAL_TASK_S = 1_000_000, 7.0, 400.0, 1.5, 0.5
+GOAL_FILE_MB = 200.0
 SHORT_STEPS, GOAL_SHORT_PAGE_MB = 3_000, 0.4
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 WATCH = """window.longest = 0;
@@ -41,6 +44,8 @@ new PerformanceObserver((list) => {
   for (const task of list.getEntries()) window.longest = Math.max(window.longest, task.duration);
 }).observe({ type: "longtask", buffered: true });"""
 STEP_S, PEAK_FLOP_PER_S, MODEL_FLOP = 0.4, 1e15, 1.6e14
+
+TOKENS = ("tokens", "tokens_processed", "pairs_causal", "pairs_processed", "pairs_run")
 
 Line = dict[str, Any]
 
@@ -84,7 +89,9 @@ def event(kind: str, time_s: float, step: int, **fields: Any) -> Line:
 def step_line(step: int, time_s: float, step_s: float, marks: list[str]) -> Line:
     ns, tokens = round(1e9 * step_s), 16384
     pairs = tokens * (tokens // 2 + 1) // 2  # two samples
-    row = [1, ns, *[ns // len(PHASES)] * 5, 2, tokens, tokens, pairs, 2 * pairs, 2 * pairs]
+    phases = [ns // len(PHASES)] * (len(PHASES) - 1)  # what is left of the step is the phase "other"
+    row = [1, ns, *phases, 2, tokens, tokens, pairs, 2 * pairs, 2 * pairs]
+    assert ROW_NAMES[len(phases) + 2 :][:6] == ("samples", *TOKENS)
     metrics = {
         "training/loss": 2.0 + 1 / step_s,
         "training/lr": 3e-4,
@@ -122,6 +129,7 @@ def ranks(time_s: float, step: int, own_s: list[float]) -> Line:
 def work(folder: Path) -> None:
     """The child: what `flopmeter report` does, with the clock running from the start of its imports."""
     start_s = time.perf_counter()
+    used_s = time.process_time()
     from flopmeter.record import load_run
     from flopmeter.report import write_report
 
@@ -131,6 +139,7 @@ def work(folder: Path) -> None:
     result = {
         "read_s": read_s,
         "report_s": time.perf_counter() - start_s,
+        "cpu_s": time.process_time() - used_s,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "page_mb": page.stat().st_size / 1e6,
         "run_file_mb": (folder / RUN_FILE).stat().st_size / 1e6,
@@ -177,7 +186,8 @@ def draw(page_path: Path) -> dict[str, float]:
 
 
 def missed_goals(results: list[dict[str, Any]]) -> list[str]:
-    limits = {"report_s": GOAL_S, "peak_rss_mb": GOAL_RSS_MB, "page_mb": GOAL_PAGE_MB, "longest_task_s": GOAL_TASK_S}
+    limits = {"cpu_s": GOAL_S, "peak_rss_mb": GOAL_RSS_MB, "page_mb": GOAL_PAGE_MB, "longest_task_s": GOAL_TASK_S}
+    limits["run_file_mb"] = GOAL_FILE_MB
     short = [result for result in results if result["num_steps"] <= SHORT_STEPS]
     return [
         f"{key} {result[key]:.1f} is above {limit:g} at {result['num_steps']:,} steps, {result['num_ranks']} ranks"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,7 +34,6 @@ from flopmeter.distributed.packet import (
     Interval,
     JobScale,
     RankStep,
-    Starvation,
     Table,
     describe,
     metrics_of,
@@ -248,18 +246,26 @@ def test_a_rank_that_waits_for_a_core_must_do_so_for_long() -> None:
     assert [straggler is None for straggler in named] == [True] * (SUSTAINED_IF_STARVED - 1) + [False]
 
 
-def test_the_share_without_a_core_is_what_linux_has_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times_s = iter([10.0, 11.0, 11.4, 12.0])
-    monkeypatch.setattr("flopmeter.distributed.packet.perf_counter", lambda: next(times_s))
-    starvation = Starvation()
-    assert starvation._path.exists() or sys.platform != "linux"
-    starvation._path = tmp_path / "schedstat"  # nanoseconds with a core, nanoseconds without, turns
-    starvation._path.write_text("900 100000000 5\n")
-    starvation.take()
-    starvation._path.write_text("950 200000000 6\n")
-    assert starvation.take() == pytest.approx(0.25)  # 0.1 s of 0.4 s
-    starvation._path.unlink()
-    assert math.isnan(starvation.take())
+def test_a_packet_has_the_share_of_time_that_the_training_thread_was_without_a_core(
+    join_fake_job: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join_fake_job(1, 2)
+    asked: list[int] = []
+    waited_s, now_s = iter([0.1, 0.2]), [10.0]
+
+    def waited(thread: int) -> float:
+        asked.append(thread)
+        return next(waited_s)
+
+    monkeypatch.setattr(distributed_module, "waited_s", waited)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    ranks = Ranks(None, Distributed(), lambda: 0, lambda *_, **__: None, "cpu")
+    ranks.add(rank_step())  # of one second
+    now_s[0] += 0.4
+    with ThreadPoolExecutor(1) as background:
+        assert row(background.submit(ranks._packed).result())["starved_s"] == pytest.approx(0.25)  # 0.1 s of 0.4 s
+        assert math.isnan(row(background.submit(ranks._packed).result())["starved_s"])  # where Linux does not tell
+    assert asked == [threading.get_native_id()] * 3
 
 
 def test_a_rank_that_cannot_tell_does_not_hide_a_slow_one() -> None:

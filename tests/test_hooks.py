@@ -19,7 +19,7 @@ from flopmeter import TrainingMonitor, load_run, watch
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
 from flopmeter.flops.workload import Needs, WorkloadReader
-from flopmeter.integrations._loaders import LoaderMarks
+from flopmeter.integrations._training import LoaderMarks
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.hooks import Hooks, attach_forward, patch_loaders

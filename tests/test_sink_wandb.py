@@ -397,7 +397,8 @@ def test_the_example_in_the_docs_runs_and_keeps_both_sides_rows(
     wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "logging.md").read_text("utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    section = page.partition("\n## Weights & Biases\n")[2].partition("\n## ")[0]
+    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     monkeypatch.setenv("WANDB_MODE", "offline")
     subprocess.run([sys.executable, "-c", example], cwd=tmp_path, timeout=120, check=True)
     rows = history(tmp_path)

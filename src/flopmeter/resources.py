@@ -72,19 +72,19 @@ class ResourceSampler:
         with self._lock:
             if self._probes is None:
                 self._probes = {
-                    "resource/process_cpu_cores": _Rate(self._cpu_clock, self._clock),
-                    "resource/cpu_wait_share": _Rate(lambda: waited_s(self._thread), self._clock),
+                    "resource/process_cpu_cores": Rate(self._cpu_clock, self._clock),
+                    "resource/cpu_wait_share": Rate(lambda: waited_s(self._thread), self._clock),
                 }
                 for source in (_process_probes, self._gpu_probes):
-                    self._probes |= _ask(lambda source=source: source(self._clock)) or {}  # type: ignore[misc]
-            found = {key: value for key, probe in self._probes.items() if (value := _ask(probe)) is not None}
-            return found | (_ask(self._memory) or {})
+                    self._probes |= ask(lambda source=source: source(self._clock)) or {}  # type: ignore[misc]
+            found = {key: value for key, probe in self._probes.items() if (value := ask(probe)) is not None}
+            return found | (ask(self._memory) or {})
 
     def close(self) -> None:
         """Let go of the driver; later samples are empty. Safe to call twice and while another thread samples."""
         with self._lock:
             self._probes, close, self._close = {}, self._close, lambda: None
-            _ask(close)
+            ask(close)
 
     def _gpu_probes(self, clock: Callable[[], float]) -> dict[str, Probe]:
         """One GPU, through NVML. A MIG slice is none: power and utilisation of its board are not its own.
@@ -118,7 +118,7 @@ class ResourceSampler:
         }
         try:
             nvml.nvmlDeviceGetTotalEnergyConsumption(board)
-            power: Probe = _Rate(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(board) / 1000, clock)
+            power: Probe = Rate(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(board) / 1000, clock)
         except nvml.NVMLError:
             power = lambda: nvml.nvmlDeviceGetPowerUsage(board) / 1000  # noqa: E731
         return {**probes, "resource/gpu_power_w": power}
@@ -133,14 +133,15 @@ def waited_s(thread: int) -> float:
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split(maxsplit=2)[1]) / 1e9
 
 
-def _ask(source: Callable[[], Any]) -> Any:
+def ask(source: Callable[[], Any]) -> Any:
+    """What the source gives; None where it fails."""
     try:
         return source()
     except Exception:  # noqa: BLE001 - nothing of ours may stop a training run: that number is left out
         return None
 
 
-class _Rate:
+class Rate:
     """How fast a total grew since it was last asked, per second; known from the second time on."""
 
     def __init__(self, total: Callable[[], float], clock: Callable[[], float]) -> None:
@@ -164,7 +165,7 @@ def _process_probes(clock: Callable[[], float]) -> dict[str, Probe]:
         "resource/host_free_bytes": lambda: min(float(psutil.virtual_memory().available), _left_in_cgroup()),
         # In this order: the rate is that of the look which the count took.
         "resource/num_workers": workers.look,
-        "resource/worker_cpu_cores": _Rate(lambda: workers.total_s, clock),
+        "resource/worker_cpu_cores": Rate(lambda: workers.total_s, clock),
     }
 
 

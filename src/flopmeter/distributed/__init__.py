@@ -18,6 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
+from threading import get_native_id
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -34,13 +36,13 @@ from flopmeter.distributed.packet import (
     Interval,
     JobScale,
     RankStep,
-    Starvation,
     Table,
     describe,
     metrics_of,
     scale_of,
 )
 from flopmeter.distributed.stragglers import StragglerWatch
+from flopmeter.resources import Rate, ask, waited_s
 
 __all__ = ["COMMUNICATION", "PATIENCE_S", "Emit", "JobScale", "RankStep", "Ranks", "join_job"]
 
@@ -90,7 +92,9 @@ class Ranks:
         self._sharers = [1] * self.world_size
         self._is_broken = False
         self._watch = StragglerWatch()
-        self._starvation = Starvation()
+        # Of the thread that trains, which is this one; known from the second look on.
+        self._starvation = Rate(partial(waited_s, get_native_id()), time.monotonic)
+        ask(self._starvation)
         self._interval = self._new_interval(1)
         self._heard = Heard(self.world_size)
         prefix = next_prefix()
@@ -153,7 +157,8 @@ class Ranks:
 
     def _packed(self, *, is_last: bool = False) -> bytes:
         self._interval.memory_bytes = self.memory_bytes
-        self._interval.starved_share = self._starvation.take()
+        starved_share = ask(self._starvation)
+        self._interval.starved_share = math.nan if starved_share is None else starved_share
         return self._interval.pack(is_last=is_last)
 
     def _new_interval(self, number: int) -> Interval:

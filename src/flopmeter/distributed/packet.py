@@ -10,9 +10,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from threading import get_native_id
-from time import perf_counter
+from statistics import variance
 from typing import Any, NamedTuple, TypeAlias
 
 from flopmeter.schema import PHASES
@@ -112,7 +110,8 @@ def _host_means(steps: Sequence[RankStep], weight: float) -> dict[str, float]:
         for phase, seconds, waited in zip(PHASES, zip(*phase_s, strict=True), blocked, strict=True)
     }
     means |= {"step_s": _mean(step_s), "blocked_s": sum(blocked), "exposed_s": blocked[_BACKWARD]}
-    means["own_variance"] = _variance([sum(own) - sum(waited) for own, waited in zip(phase_s, waits, strict=True)])
+    own_s = [sum(phases) - sum(waited) for phases, waited in zip(phase_s, waits, strict=True)]
+    means["own_variance"] = variance(own_s) if len(own_s) > 1 else math.nan
     means |= {"tokens_processed": _mean(tokens) * weight, "samples": _mean(samples) * weight, "model_flop": _mean(flop)}
     ideal = _mean(ideal_s)
     means["peak_flop_per_s"] = means["model_flop"] / ideal if ideal else math.nan
@@ -132,15 +131,9 @@ def _device_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return {}
     means = {f"{phase}_s": math.fsum(s.get(phase, 0.0) for s in steps) / len(steps) for phase in PHASES}
     exposed_s = math.fsum(s[COMMUNICATION] for s in steps) / len(steps)
-    own = [math.fsum(s.get(phase, 0.0) for phase in PHASES) for s in steps]
-    return {**means, "blocked_s": exposed_s, "exposed_s": exposed_s, "own_variance": _variance(own)}
-
-
-def _variance(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return math.nan
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    own_s = [math.fsum(s.get(phase, 0.0) for phase in PHASES) for s in steps]
+    own_variance = variance(own_s) if len(own_s) > 1 else math.nan
+    return {**means, "blocked_s": exposed_s, "exposed_s": exposed_s, "own_variance": own_variance}
 
 
 def unpack(packets: Iterable[bytes], num_ranks: int) -> Table:
@@ -149,27 +142,6 @@ def unpack(packets: Iterable[bytes], num_ranks: int) -> Table:
     sound += [NO_PACKET] * (num_ranks - len(sound))
     numbers = array("d", b"".join(sound))
     return {name: numbers[at :: len(FIELDS)].tolist() for at, name in enumerate(FIELDS)}
-
-
-class Starvation:
-    """How long was the thread that creates it ready to run, without a core? Linux counts it; any thread may ask."""
-
-    def __init__(self) -> None:
-        self._path = Path(f"/proc/self/task/{get_native_id()}/schedstat")
-        self._at_s, self._waited_s = perf_counter(), self._read()
-
-    def take(self) -> float:
-        """Share of the time since the last call in which the thread waited for a core; NaN where it is not counted."""
-        now_s, waited_s = perf_counter(), self._read()
-        share = (waited_s - self._waited_s) / (now_s - self._at_s) if now_s > self._at_s else math.nan
-        self._at_s, self._waited_s = now_s, waited_s
-        return share
-
-    def _read(self) -> float:
-        try:
-            return int(self._path.read_text().split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):
-            return math.nan
 
 
 PHASE_COLUMNS = tuple(f"{phase}_s" for phase in PHASES)

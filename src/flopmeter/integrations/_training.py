@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
 from flopmeter.integrations._called import Calls, holder_of, key_of, live, owners, parameters_of
-from flopmeter.integrations._loaders import LoaderMarks
 from flopmeter.monitor import TrainingMonitor
 from flopmeter.monitor.header import last_words
-from flopmeter.monitor.hooks import follow_optimizer
+from flopmeter.monitor.hooks import follow_optimizer, patch_loaders
+from flopmeter.monitor.recorder import Recorder
 from flopmeter.torch_compat import graph_task_id
 
 if TYPE_CHECKING:
@@ -37,6 +37,63 @@ MAX_TURNS_APART, MAX_TIMES_LONGER = 64, 8
 many times the most that one had within a step so far."""
 MAX_STEPS_A_JOIN = 4
 """An optimizer that joins in has a turn in so many steps. One that comes more seldom is left out of the cycle."""
+
+
+class LoaderMarks:
+    """Which wait for a batch belongs to the training? Every DataLoader of the program is timed, on one thread.
+
+    During an evaluation the loop fetches from another loader: those waits are part of the pause. Its end shows when the
+    loader is asked that fed the last training step. What is evaluated may be no module that we know, such as an average
+    of the weights: then another loader that is asked again and again, with no training between, shows the evaluation.
+    """
+
+    def __init__(self, listener: Recorder) -> None:
+        self._listener = listener
+        self._last: _Loader | None = None
+        self._training: _Loader | None = None
+        self.remove = patch_loaders(listener, self._takes)
+
+    def on_step(self) -> None:
+        """A step has ended: whoever was asked last feeds the training."""
+        self._training = self._last
+
+    def _takes(self, iterator: Any) -> bool:
+        """Whether this wait is the training's; it is remembered who was asked."""
+        if self._listener.is_elsewhere():
+            return False
+        training, last = self._training, self._last
+        if self._listener.is_evaluating and (training is None or not training.made(iterator)):
+            self._last = training  # whoever was asked before that was asked for the evaluation, too
+            return False
+        if last is None or not last.made(iterator):
+            self._last = _Loader(iterator)
+        elif last is not training and training is not None and self._listener.on_other_loader():
+            self._last = training
+            return False
+        return True
+
+
+class _Loader:
+    """A loader, known by an iterator of it: each epoch has a new one, with the loader's own index sampler.
+
+    Keeps nothing alive. When the loader is gone, one over the same dataset is the same loader, made anew.
+    """
+
+    __slots__ = ("_dataset_id", "_sampler")
+
+    def __init__(self, iterator: Any) -> None:
+        sampler = iterator._index_sampler
+        try:
+            self._sampler: Callable[[], Any] = weakref.ref(sampler)
+        except TypeError:  # a list of batches: it has no more than indices, and may be kept
+            self._sampler = lambda: sampler
+        self._dataset_id = id(iterator._dataset)
+
+    def made(self, iterator: Any) -> bool:
+        sampler = self._sampler()
+        if sampler is None:
+            return id(iterator._dataset) == self._dataset_id
+        return sampler is iterator._index_sampler
 
 
 class StepRule:

@@ -13,47 +13,24 @@ logged. `accelerator.end_training()` closes the record.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from os import PathLike
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
-import flopmeter
-from flopmeter.errors import MissingLibraryError
-from flopmeter.integrations import harmless
+from flopmeter.integrations import LAST_LOG_WAIT_S, harmless, library
 from flopmeter.monitor import TrainingMonitor
-from flopmeter.monitor import watch as watch_loop
 
-try:
+with library("accelerate"):
     from accelerate import Accelerator  # type: ignore[import-untyped]
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
     from accelerate.tracking import GeneralTracker, on_main_process  # type: ignore[import-untyped]
-except ModuleNotFoundError as error:
-    if error.name != "accelerate":
-        raise
-    raise MissingLibraryError("accelerate", needed_for="flopmeter.integrations.accelerate") from error
-
-LAST_LOG_WAIT_S = 2.0
 
 
-def watch(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    loader: Any = None,
-    output_dir: str | PathLike[str] = "runs/run",
-    config: str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None = None,
-    accelerator: Accelerator | None = None,
-    log: Callable[[Mapping[str, float], int], object] | None = None,
-) -> TrainingMonitor:
-    """As `flopmeter.watch`, for what `accelerator.prepare` gave back."""
-    if isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    monitor = watch_loop(model, optimizer, loader, output_dir, config, log=log)
-    if accelerator is not None:
-        # First of all trackers: the others are still open when it logs for the last time.
-        accelerator.trackers.insert(0, FlopmeterTracker(monitor, accelerator))
-    return monitor
+def prepared(
+    accelerator: Accelerator, model: Any, optimizer: Any
+) -> tuple[Any, Any, Callable[[TrainingMonitor], None]]:
+    """What to measure of what `accelerator.prepare` gave back, and what makes the tracker."""
+    optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    # First of all trackers: the others are still open when it logs for the last time.
+    return model, optimizer, lambda monitor: accelerator.trackers.insert(0, FlopmeterTracker(monitor, accelerator))
 
 
 class FlopmeterTracker(GeneralTracker):  # type: ignore[misc]

@@ -16,39 +16,25 @@ before it; a GAN's two optimizers make one. `perf/*` go to the Trainer's loggers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import wraps
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-import flopmeter
-from flopmeter.errors import MissingLibraryError
-from flopmeter.integrations import harmless
+from flopmeter.integrations import LAST_LOG_WAIT_S, NO_SINKS, Config, TrainerPart, harmless, library
 from flopmeter.integrations._called import Calls
 from flopmeter.monitor import TrainingMonitor
-from flopmeter.monitor import watch as watch_loop
 
-try:
+with library("lightning"):
     from lightning.fabric.wrappers import is_wrapped
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise
-    raise MissingLibraryError("lightning", needed_for="flopmeter.integrations.lightning") from error
 
-NO_SINKS: Mapping[str, Any] = {"monitoring": {"sinks": []}}
-"""The Trainer prints and logs by itself."""
-LAST_LOG_WAIT_S = 2.0
 MAX_LEFT_OUT = 8
 """Batches that a step may leave out before we stop looking for what it calls."""
 
-Config = str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None
 
-
-class FlopmeterCallback(Callback):
+class FlopmeterCallback(TrainerPart, Callback):
     """Measures `Trainer.fit`. Its record is complete when fitting ends; `monitor` is the monitor of the last fit.
 
     Args:
@@ -57,36 +43,24 @@ class FlopmeterCallback(Callback):
     """
 
     def __init__(self, output_dir: str | PathLike[str] | None = None, config: Config = NO_SINKS) -> None:
-        self.monitor: TrainingMonitor | None = None
-        self._config = flopmeter.MonitorConfig.load(config)  # a wrong setting shows here, not an hour later
-        self._output_dir = output_dir
-        self.is_off = False
+        super().__init__(output_dir, config)
         self._has_stepped = False
         self._num_steps = 0
         self._search: Calls | None = None
         self._num_left_out = 0
         self._stand_in: _StandIn | None = None
-        self._phase = ExitStack()
-        self._pause = ExitStack()
-        self._undo = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is sent to another process, measures for itself."""
         return vars(FlopmeterCallback(self._output_dir, self._config))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish()
-        self.is_off = self._has_stepped = False
-        self._stand_in = None
-        output_dir = self._output_dir or trainer.default_root_dir
-        self.monitor = TrainingMonitor(
-            output_dir, self._config, model=pl_module, loader=trainer.train_dataloader, finds_evaluation=False
-        )
-        self.monitor.start_training(has_joined=True)
-        self._num_left_out = 0
+        monitor = self._begin(trainer.default_root_dir, pl_module, trainer.train_dataloader)
+        self._has_stepped, self._stand_in, self._num_left_out = False, None, 0
         with_weights = [part for part in pl_module.modules() if next(part.parameters(), None) is not None]
         self._search = Calls(with_weights)
-        self._undo.callback(_pause_in_saving(trainer, self.monitor))
+        self._undo.callback(self._search.remove)
+        self._undo.callback(_pause_in_saving(trainer, monitor))
 
     @harmless
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -97,7 +71,7 @@ class FlopmeterCallback(Callback):
             self._phase.enter_context(self.monitor.phase("forward"))  # until the backward pass marks itself
 
     @harmless
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._phase.close()
         if self.monitor is not None:
             self._phase.enter_context(self.monitor.phase("optimizer"))
@@ -123,19 +97,19 @@ class FlopmeterCallback(Callback):
             _log(trainer, self.monitor.latest())
 
     @harmless
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if self.monitor is not None and not trainer.sanity_checking:
             self._pause.enter_context(self.monitor.pause("eval"))
 
     @harmless
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, *_: Any, **__: Any) -> None:
         self._pause.close()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         self._log_the_rest(trainer)
         self._finish()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         self._finish()
 
     @harmless
@@ -161,14 +135,6 @@ class FlopmeterCallback(Callback):
         else:
             self._stand_in = _StandIn(pl_module)
             self.monitor.set_model_ref(self._stand_in, within=pl_module)
-
-    def _finish(self) -> None:
-        for stack in (self._pause, self._phase, self._undo):
-            stack.close()
-        if self._search is not None:
-            self._search.remove()
-        if self.monitor is not None:
-            self.monitor.finish_training()
 
 
 class _StandIn(nn.Module):
@@ -207,16 +173,7 @@ def _pause_in_saving(trainer: Trainer, monitor: TrainingMonitor) -> Callable[[],
     return lambda: vars(trainer).pop("save_checkpoint", None)
 
 
-def watch(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    loader: Any = None,
-    output_dir: str | PathLike[str] = "runs/run",
-    config: Config = None,
-    accelerator: Any = None,
-    log: Callable[[Mapping[str, float], int], object] | None = None,
-) -> TrainingMonitor:
-    """As `flopmeter.watch`, for what Fabric's `setup` gave back."""
-    model = cast(Any, model).module if is_wrapped(model) else model
-    optimizer = cast(Any, optimizer).optimizer if is_wrapped(optimizer) else optimizer
-    return watch_loop(model, optimizer, loader, output_dir, config, log=log)
+def prepared(accelerator: Any, model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[TrainingMonitor], None]]:
+    """What to measure of what Fabric's `setup` gave back."""
+    model = model.module if is_wrapped(model) else model
+    return model, optimizer.optimizer if is_wrapped(optimizer) else optimizer, lambda monitor: None

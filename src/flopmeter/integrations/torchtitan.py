@@ -17,19 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import flopmeter
-from flopmeter.errors import MissingLibraryError
-from flopmeter.integrations import harmless
+from flopmeter.integrations import LAST_LOG_WAIT_S, NO_SINKS, harmless, library
 from flopmeter.monitor import TrainingMonitor
 
-try:
+with library("torchtitan"):
     from torchtitan.components.metrics import MetricsProcessor  # type: ignore[import-not-found]
-except ModuleNotFoundError as error:
-    if error.name != "torchtitan":
-        raise
-    raise MissingLibraryError("torchtitan", needed_for="flopmeter.integrations.torchtitan") from error
-
-
-LAST_LOG_WAIT_S = 2.0
 
 
 class FlopmeterProcessor(MetricsProcessor):  # type: ignore[misc]
@@ -41,7 +33,7 @@ class FlopmeterProcessor(MetricsProcessor):  # type: ignore[misc]
 
         output_dir: str = ""
         """Where `run.jsonl` goes; empty: the job's `dump_folder`."""
-        monitoring: dict[str, Any] = field(default_factory=lambda: {"sinks": []})
+        monitoring: dict[str, Any] = field(default_factory=lambda: dict(NO_SINKS["monitoring"]))
         """flopmeter's section `monitoring`. torchtitan logs by itself, so no sink is on."""
 
     def __init__(self, config: Config, **parts: Any) -> None:

@@ -15,37 +15,26 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from os import PathLike
 from types import FrameType
 from typing import Any, cast
 
 from torch import nn
 
-import flopmeter
-from flopmeter.errors import MissingLibraryError
-from flopmeter.integrations import harmless
-from flopmeter.monitor import TrainingMonitor
+from flopmeter.integrations import LAST_LOG_WAIT_S, NO_SINKS, Config, TrainerPart, harmless, library
 
-try:
+with library("transformers"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import SaveStrategy
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise
-    raise MissingLibraryError("transformers", needed_for="flopmeter.integrations.transformers") from error
 
 logger = logging.getLogger("flopmeter")
 
-NO_SINKS: Mapping[str, Any] = {"monitoring": {"sinks": []}}
-"""The Trainer prints and reports by itself."""
-LAST_LOG_WAIT_S = 2.0
 LOGGED = ("perf/mfu", "perf/tokens_per_second", "perf/data_wait_share")
 """Few, because the Trainer prints them all; the run file has the others."""
 
 
-class FlopmeterCallback(TrainerCallback):
+class FlopmeterCallback(TrainerPart, TrainerCallback):
     """Measures a Trainer's run. Its record is complete when training ends; `monitor` is the monitor of the last run.
 
     Args:
@@ -57,76 +46,59 @@ class FlopmeterCallback(TrainerCallback):
     def __init__(
         self,
         output_dir: str | PathLike[str] | None = None,
-        config: str | PathLike[str] | Mapping[str, Any] | flopmeter.MonitorConfig | None = NO_SINKS,
+        config: Config = NO_SINKS,
         logged: Collection[str] | None = LOGGED,
     ) -> None:
-        self.monitor: TrainingMonitor | None = None
-        self._config = flopmeter.MonitorConfig.load(config)  # a wrong setting shows here, not an hour later
-        self._output_dir, self._logged = output_dir, logged
-        self.is_off = False
+        super().__init__(output_dir, config)
+        self._logged = logged
         self._has_open_step = False
-        self._phase = ExitStack()
-        self._pause = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is sent to another process, measures for itself."""
         return vars(FlopmeterCallback(self._output_dir, self._config, self._logged))
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_init_end(self, *_: Any, **__: Any) -> None:
         self._stand_before_the_reporters()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._finish()
         self._stand_before_the_reporters()  # when it was added to a Trainer that exists
-        self.is_off = self._has_open_step = False
-        self.monitor = TrainingMonitor(
-            self._output_dir or args.output_dir or ".",
-            self._config,
-            model=_called_model(kwargs.get("model")),
-            loader=kwargs.get("train_dataloader"),
-            finds_evaluation=False,
-        )
-        self.monitor.start_training(has_joined=True)
+        self._has_open_step = False
+        model = _called_model(kwargs.get("model"))
+        monitor = self._begin(args.output_dir or ".", model, kwargs.get("train_dataloader"))
         if args.eval_on_start:
-            self._pause.enter_context(self.monitor.pause("eval"))
+            self._pause.enter_context(monitor.pause("eval"))
 
     @harmless
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.monitor is not None:
             self._phase.enter_context(self.monitor.phase("optimizer"))
 
     @harmless
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._phase.close()
 
     @harmless
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._has_open_step = True
         if not control.should_log:  # else its loss follows in a moment, in on_log
-            self._end_step(state, {})
-            self._begin_pause(control)
+            self._end_step(state, control, {})
 
     @harmless
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         logs: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
         if self._has_open_step:
-            self._end_step(state, logs or {})
-            self._begin_pause(control)
+            self._end_step(state, control, logs or {})
 
     @harmless
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._begin_pause(control)
 
     @harmless
@@ -145,14 +117,12 @@ class FlopmeterCallback(TrainerCallback):
             self._begin_pause(control)
 
     @harmless
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, *_: Any, **__: Any) -> None:
         self._pause.close()
 
-    @harmless
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._pause.close()
+    on_step_begin = on_save
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._finish()
 
     @harmless
@@ -168,11 +138,12 @@ class FlopmeterCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(perf)
 
-    def _end_step(self, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _end_step(self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any]) -> None:
         self._has_open_step = False
         if self.monitor is not None:
             loss, norm, rate = (logs.get(name) for name in ("loss", "grad_norm", "learning_rate"))
             self.monitor.log_step(state.global_step, state.epoch, loss, norm, rate)
+        self._begin_pause(control)
 
     def _begin_pause(self, control: TrainerControl) -> None:
         """The Trainer evaluates, then saves; it tells when each is over, so what begins is known from its plans."""
@@ -181,15 +152,11 @@ class FlopmeterCallback(TrainerCallback):
         if self.monitor is not None and name is not None:
             self._pause.enter_context(self.monitor.pause(name))
 
-    def _finish(self) -> None:
-        self._pause.close()
-        self._phase.close()
-        if self.monitor is not None:
-            self.monitor.finish_training()
-
     def _stand_before_the_reporters(self) -> None:
         """Reporters come before a user's callbacks, and would never see what those add to the logs."""
-        handler = _calling_handler()
+        handler = cast(
+            "CallbackHandler | None", _caller(CallbackHandler)
+        )  # a callback is not given the list it stands in
         if handler is None:
             logger.warning("this version of transformers hides its callbacks: perf/* are in the run file only")
         elif not any(isinstance(callback, _PerfInLogs) and callback.owner is self for callback in handler.callbacks):
@@ -202,14 +169,7 @@ class _PerfInLogs(TrainerCallback):
     def __init__(self, owner: FlopmeterCallback) -> None:
         self.owner = owner
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if logs is not None:
             self.owner.add_perf(state, logs)
 
@@ -218,11 +178,6 @@ def _called_model(model: nn.Module | None) -> nn.Module | None:
     """What the Trainer calls: with several GPUs in one process that is nn.DataParallel, of which it tells nobody."""
     wrapped = getattr(_caller(Trainer), "model_wrapped", None)
     return wrapped if isinstance(wrapped, nn.DataParallel) and wrapped.module is model else model
-
-
-def _calling_handler() -> CallbackHandler | None:
-    """A callback is given everything but the list that it stands in."""
-    return cast("CallbackHandler | None", _caller(CallbackHandler))
 
 
 def _caller(kind: type) -> Any:

@@ -432,14 +432,17 @@ def watch(
         accelerator: The `Accelerator` or `Fabric` that prepared the model, where there is one.
         log: Called with metrics and their step: `log=mlflow.log_metrics` (docs/logging.md).
     """
-    if accelerator is not None:  # `watch` of the integration that carries the name of the framework which it comes from
+    attach: Callable[[TrainingMonitor], None] | None = None
+    if accelerator is not None:  # the integration that carries the name of the framework which it comes from knows it
         framework = type(accelerator).__module__.partition(".")[0]
         try:
-            watch_prepared = import_module(f"flopmeter.integrations.{framework}").watch
+            prepared = import_module(f"flopmeter.integrations.{framework}").prepared
         except (ImportError, AttributeError):
             kind = f"{type(accelerator).__module__}.{type(accelerator).__qualname__}"
             raise ConfigError(f"accelerator: accelerate's Accelerator or lightning's Fabric, not {kind}") from None
-        return cast(TrainingMonitor, watch_prepared(model, optimizer, loader, output_dir, config, accelerator, log))
+        model, optimizer, attach = prepared(accelerator, model, optimizer)
     monitor = TrainingMonitor(output_dir, config, model=model, optimizer=optimizer, loader=loader, log=log)
     monitor.start_training()
+    if attach is not None:
+        attach(monitor)
     return monitor
