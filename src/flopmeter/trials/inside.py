@@ -89,7 +89,7 @@ class Trial:
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._num_turns, self._block, self._first = 0, -1, 0
         self._num_passes, self._is_redirected = 0, False
-        self._last_s = self._start_s = self._waited_s = 0.0
+        self._last_s = self._start_s = self._waited_s = self._others_cpu_s = 0.0
         self._on: dict[str, Iterator[None]] = {}
         self._forward: list[list[Any]] = []
         """Contexts of the forward side: what makes one, and the one that is entered or None."""
@@ -229,7 +229,7 @@ class Trial:
             self._end()
 
     def _on_step(self) -> None:
-        now_s = time.perf_counter()
+        now_s, waited_s = _clock()
         if os.getppid() != self._parent:  # whoever asked is gone
             self._end()
         if self._num_turns < BEFORE_BLOCKS:
@@ -246,13 +246,15 @@ class Trial:
             return
         block = self.seen["blocks"][-1]
         block["seconds"].append(now_s - self._last_s)
-        self._last_s = now_s
+        block["waited"].append(waited_s - self._waited_s)
+        self._last_s, self._waited_s = now_s, waited_s
         if len(block["seconds"]) == EARLY_STEPS:
             block["early_bytes"] = _memory(self.device)["memory_bytes"]
         if len(block["seconds"]) >= self._steps_of_block(now_s):
             _synchronize(self.device)
             block["seconds"][-1] += time.perf_counter() - now_s
-            block |= {**_memory(self.device), "waited_s": _waited_s() - self._waited_s}
+            block |= {**_memory(self.device), "others_cpu_s": _others_cpu_s() - self._others_cpu_s}
+            self._write()  # what is known should the process be ended for taking too long
             self._next_block()
 
     def _steps_of_block(self, now_s: float) -> float:
@@ -277,11 +279,11 @@ class Trial:
         for name in block["on"]:
             if name not in self._on:
                 self._switch(name, is_on=True)
-        self.seen["blocks"].append({"on": block["on"], "kind": block["kind"], "seconds": []})
+        self.seen["blocks"].append({"on": block["on"], "kind": block["kind"], "seconds": [], "waited": []})
         _synchronize(self.device)
         _forget_memory_peak(self.device)
-        self._waited_s = _waited_s()
-        self._last_s = time.perf_counter()
+        self._others_cpu_s = _others_cpu_s()
+        self._last_s, self._waited_s = _clock()
 
     def _switch(self, name: str, *, is_on: bool) -> None:
         """A generator is run to its `yield` and, when the change goes, to its end; any other function is called."""
@@ -346,7 +348,7 @@ class Trial:
         self._write()
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         until_s = time.monotonic() + RANKS_WAIT_S
-        while time.monotonic() < until_s and not all((self.place / f"rank{r}.json").exists() for r in range(num_ranks)):
+        while time.monotonic() < until_s and not all((self.place / f"over{r}").exists() for r in range(num_ranks)):
             time.sleep(0.01)
         watch = threading.Timer(END_WAIT_S, os._exit, (0,))
         watch.daemon = True
@@ -361,6 +363,8 @@ class Trial:
     def _write(self) -> None:
         self.seen |= {"num_steps": self._num_turns, "saved": self.saved}
         _write(self.place / f"rank{_RANK}.json", json.dumps(self.seen))
+        if self._is_over:
+            (self.place / f"over{_RANK}").touch()
 
 
 def install(settings: str) -> None:
@@ -435,6 +439,26 @@ def _waited_s() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
+
+
+def _clock() -> tuple[float, float]:
+    """The time, and for how long this thread has waited for a core up to it: no wait lies between the two."""
+    for _ in range(5):
+        before_s, now_s = _waited_s(), time.perf_counter()
+        if before_s == _waited_s():
+            break
+    return now_s, before_s
+
+
+def _others_cpu_s() -> float:
+    """CPU time of the program's other threads and of all that it has started; 0 where nobody tells."""
+    session, ticks = os.getsid(0), 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # has ended meanwhile
+            words = path.read_text().rpartition(")")[2].split()
+            if int(words[3]) == session and path.parent.name != str(os.getpid()):
+                ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK") + time.process_time() - time.thread_time()
 
 
 def _has_bf16(device: str) -> bool:
