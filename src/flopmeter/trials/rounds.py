@@ -372,8 +372,8 @@ class Trials:
         alone = [job for job in jobs if not job.is_switched]
         for job in jobs:
             runs = self._runs.get(job.name, {}).values()
-            others = () if job.is_switched else plain.values()
-            self._rows[job.name].is_wall = must_be_wall([done.seen for done in (*runs, *others)])
+            beside = () if job.is_switched else plain.values()
+            self._rows[job.name].is_wall = must_be_wall([done.seen for done in (*runs, *beside)])
         ratios = {
             job.name: [
                 process_s(plain[turn].seen, is_wall=is_wall) / process_s(done.seen, is_wall=is_wall)
@@ -386,12 +386,12 @@ class Trials:
         spread = max((block_spread(done.seen) for done in plain.values()), default=0.0)
         gains = process_gains(ratios, {job.name: job.samples for job in alone}, spread)
         for job in jobs:
-            row, runs = self._rows[job.name], list(self._runs.get(job.name, {}).values())
+            row, own = self._rows[job.name], list(self._runs.get(job.name, {}).values())
             if job.name in self._failed:
                 row.outcome, row.reason = "failed", self._failed[job.name]
-            if not runs:
+            if not own:
                 continue
-            found = [done.seen for done in runs]
+            found = [done.seen for done in own]
             gain = (
                 switched_gain(found, job.on, job.samples, is_wall=row.is_wall)
                 if job.is_switched
@@ -399,14 +399,14 @@ class Trials:
             )
             row.gain = gain
             settle(row)
-            row.num_runs = len(runs)
+            row.num_runs = len(own)
             row.num_steps = sum(len(block["seconds"]) for seen in found for block in timed(seen, job.on))
             row.startup_s = found[0]["startup_s"]
             rounding = max(candidate.rounding for candidate in job.rows)
             row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
             if job.name in self._one_by_one:
                 row.losses, row.losses_text = "unknown", "not told apart: all changes shared one process"
-            peaks = [rank for done in runs for rank in done.ranks]
+            peaks = [rank for done in own for rank in done.ranks]
             others = [rank for done in plain.values() for rank in done.ranks]
             row.memory_bytes, row.memory_text = judge_memory(peaks, others, job.on)
         known = [block["peak_bytes"] for done in plain.values() for rank in done.ranks for block in timed(rank)]
