@@ -55,8 +55,8 @@ def leaks(trial):
 
 def block(seconds: list[float], *, on: tuple[str, ...] = (), memory: float = 1e8, early: float = 1e8) -> dict[str, Any]:
     return {
-        "on": list(on), "kind": "timed", "seconds": seconds, "memory_bytes": memory, "early_bytes": early,
-        "peak_bytes": memory,
+        "on": list(on), "kind": "timed", "seconds": seconds, "waited": [0.0] * len(seconds), "others_cpu_s": 0.0,
+        "memory_bytes": memory, "early_bytes": early, "peak_bytes": memory,
     }  # fmt: skip
 
 
@@ -200,13 +200,13 @@ def test_one_disturbed_block_does_not_move_a_switched_gain() -> None:
 
 def test_a_larger_batch_counts_by_the_sample() -> None:
     """Twice the samples in 1.6 times the time: a quarter more samples a second."""
-    gains = process_gains({"": {0: 1.0, 1: 1.0}, "x": {0: 1.6, 1: 1.6}}, {"x": 2.0})
+    gains = process_gains({"x": [1 / 1.6, 1 / 1.6]}, {"x": 2.0})
     assert gains["x"].expected == pytest.approx(0.25)
 
 
 def test_the_interval_of_processes_is_students() -> None:
     """Ratios of 1.1 and 1.3 of logarithms l: the mean, and 12.71 standard errors of one degree of freedom."""
-    gains = process_gains({"": {0: 1.1, 1: 1.3}, "x": {0: 1.0, 1: 1.0}}, {"x": 1.0})
+    gains = process_gains({"x": [1.1, 1.3]}, {"x": 1.0})
     logs = [math.log(1.1), math.log(1.3)]
     middle, spread = sum(logs) / 2, abs(logs[1] - logs[0]) / math.sqrt(2)
     half = 12.71 * spread / math.sqrt(2)
@@ -216,7 +216,7 @@ def test_the_interval_of_processes_is_students() -> None:
 
 
 def test_one_round_is_no_certainty() -> None:
-    gain = process_gains({"": {0: 1.0}, "x": {0: 1.0}}, {"x": 1.0})["x"]
+    gain = process_gains({"x": [1.0]}, {"x": 1.0})["x"]
     assert gain.low < -0.1 < 0.1 < gain.high
 
 

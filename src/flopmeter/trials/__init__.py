@@ -38,6 +38,8 @@ class Row(msgspec.Struct, kw_only=True):
     """By the diagnosis of the unchanged program; None where nothing was predicted."""
     gain: Gain | None = None
     """What was measured, with its 95 % interval; None where nothing was."""
+    is_wall: bool = True
+    """Whether the training thread's waits for a core are in it: not on a CPU, where that thread does all the work."""
     outcome: Outcome = "not measured"
     """Faster or slower where the interval leaves no other choice."""
     reason: str = ""

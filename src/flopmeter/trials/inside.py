@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from pathlib import Path
@@ -27,7 +27,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
+from flopmeter.devices.cpu import read_cpu
 from flopmeter.hook_hiding import replace_attribute
+from flopmeter.resources import waited_s
 from flopmeter.trials import EARLY_STEPS
 from flopmeter.trials.candidates import load_candidates, spelled_out
 
@@ -40,36 +42,26 @@ PROJECTED = 1 << 16
 """Elements of a gradient that its signature is made of."""
 RANKS_WAIT_S, END_WAIT_S = 20.0, 60.0
 """How long a rank waits for the others at the end, and then for what the program has registered for its exit."""
-_RANK = os.environ.get("RANK", "0")
+_RANK, _NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Trial:
     """One process of the program: what a change is given, and what was seen.
 
     Args:
-        place: Folder for what was seen, and for files that the program would save elsewhere.
-        free: Folder in which the program may write as it likes: its own copy; "" where it runs in place.
-        plan: Blocks one after the other, each with `on` (names of changes), `steps`, and `kind`.
-        whole: Changes that are on for the whole of the process.
-        candidates: A user's file of changes, or "".
-        until: For the first look: `min_steps`, `min_s`, `max_s` in place of the last block's `steps`.
-        finds_models: Whether to see which modules the loop calls.
-        began_s: When the process was started, by the clock on the wall.
-        parent: Process that started this one; with its end this one ends.
+        settings: By name:
+            place: Folder for what was seen, and for files that the program would save elsewhere.
+            free: Folder in which the program may write as it likes: its own copy; "" where it runs in place.
+            plan: Blocks one after the other, each with `on` (names of changes), `steps`, and `kind`.
+            whole: Changes that are on for the whole of the process.
+            candidates: A user's file of changes, or "".
+            until: For the first look: `min_steps`, `min_s`, `max_s` in place of the last block's `steps`; else None.
+            finds_models: Whether to see which modules the loop calls.
+            began_s: When the process was started, by the clock on the wall.
+            parent: Process that started this one; with its end this one ends.
     """
 
-    def __init__(
-        self,
-        place: str,
-        free: str,
-        plan: list[dict[str, Any]],
-        whole: list[str],
-        candidates: str,
-        until: dict[str, float] | None,
-        finds_models: bool,
-        began_s: float,
-        parent: int,
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self.models: list[nn.Module] = []
         """What the loop calls for training, the outermost modules only."""
         self.optimizers: list[Optimizer] = []
@@ -82,19 +74,17 @@ class Trial:
         """What `nn.Module.compile` made, by the id of the module: it is made once, however often it is switched."""
         self.keeps_activations = False
         """Whether activation checkpoints do nothing."""
-        self.place, self.free = Path(place), free
-        self._plan, self._whole, self._until, self._parent = plan, whole, until, parent
-        self._finds_models, self._began_s = finds_models, began_s
-        self._candidates = load_candidates(candidates)
-        self._pid, self._thread = os.getpid(), threading.get_ident()
-        self._num_turns, self._block, self._first = 0, -1, 0
-        self._num_passes, self._is_redirected = 0, False
-        self._last_s = self._start_s = self._waited_s = 0.0
+        self.place = Path(settings["place"])
+        self._settings, self._plan = settings, settings["plan"]
+        self._candidates = load_candidates(settings["candidates"])
+        self._pid = os.getpid()
+        self._num_turns, self._block, self._first, self._num_passes = 0, -1, 0, 0
+        self._last_s = self._start_s = self._waited_s = self._others_cpu_s = 0.0
         self._on: dict[str, Iterator[None]] = {}
         self._forward: list[list[Any]] = []
         """Contexts of the forward side: what makes one, and the one that is entered or None."""
         self._stop_finding: Callable[[], None] = lambda: None
-        self._is_over = False
+        self._is_redirected = self._is_over = False
         self.seen: dict[str, Any] = {
             "blocks": [], "losses": [], "gradients": [], "loaders": [], "startup_s": None, "error": "",
             "is_whole": False,
@@ -122,8 +112,7 @@ class Trial:
 
         @wraps(original)
         def init(*args: Any, **kwargs: Any) -> None:
-            bound = signature.bind(*args, **kwargs)
-            given = dict(bound.arguments)
+            given = dict(signature.bind(*args, **kwargs).arguments)
             own = given.pop("self")
             change(given)
             original(own, **given)
@@ -144,13 +133,13 @@ class Trial:
             _redirect(self, safetensors.torch, "save_file")
             _redirect(self, safetensors.torch, "save_model")
         self.change_arguments(DataLoader, self._note_loader)
-        if self._finds_models:
+        if self._settings["finds_models"]:
             self._stop_finding = self._follow_calls()
         atexit.register(self._at_exit)
-        for name in {*self._whole, *(name for block in self._plan for name in block["on"])}:
+        for name in {*self._settings["whole"], *(name for block in self._plan for name in block["on"])}:
             self._candidates[name].prepare(self)
-        for name in self._whole:
-            self._switch(name, is_on=True)
+        for name in self._settings["whole"]:
+            self._switch_on(name)
 
     def _is_here(self) -> bool:
         return not self._is_over and os.getpid() == self._pid
@@ -223,48 +212,46 @@ class Trial:
             return  # another one's turn, or a wrapper's that has stepped already
         self._num_turns, self._num_passes = self._num_turns + 1, 0
         try:
-            self._on_step()
+            self._on_step(optimizer)
         except Exception as error:  # noqa: BLE001 - a change that fails is a result
-            self.seen["error"] = f"{type(error).__name__}: {error}"
-            self._end()
+            self._end(error)
 
-    def _on_step(self) -> None:
-        now_s = time.perf_counter()
-        if os.getppid() != self._parent:  # whoever asked is gone
+    def _on_step(self, optimizer: Optimizer) -> None:
+        now_s, waited_s = _clock()
+        if os.getppid() != self._settings["parent"]:  # whoever asked is gone
             self._end()
-        if self._num_turns < BEFORE_BLOCKS:
-            self.device = next(
-                (p.device.type for o in self.optimizers for g in o.param_groups for p in g["params"]), "cpu"
-            )
-            self.seen["startup_s"] = time.time() - self._began_s
-            return
-        if self._num_turns == BEFORE_BLOCKS:
-            self.seen["facts"] = self._facts()
-            self._start_s = now_s
-            self._stop_finding()
-            self._next_block()
+        if self._num_turns <= BEFORE_BLOCKS:
+            if self._num_turns == BEFORE_BLOCKS:
+                self.device = next((p.device.type for g in optimizer.param_groups for p in g["params"]), "cpu")
+                self.seen |= {"startup_s": time.time() - self._settings["began_s"], "facts": self._facts()}
+                self._start_s = now_s
+                self._stop_finding()
+                self._next_block()
             return
         block = self.seen["blocks"][-1]
         block["seconds"].append(now_s - self._last_s)
-        self._last_s = now_s
+        block["waited"].append(waited_s - self._waited_s)
+        self._last_s, self._waited_s = now_s, waited_s
         if len(block["seconds"]) == EARLY_STEPS:
             block["early_bytes"] = _memory(self.device)["memory_bytes"]
-        if len(block["seconds"]) >= self._steps_of_block(now_s):
-            _synchronize(self.device)
-            block["seconds"][-1] += time.perf_counter() - now_s
-            block |= {**_memory(self.device), "waited_s": _waited_s() - self._waited_s}
+        if self._is_last(len(block["seconds"]), now_s - self._start_s):
+            if self.device != "cpu":
+                getattr(torch, self.device).synchronize()
+                block["seconds"][-1] += time.perf_counter() - now_s
+            block |= {**_memory(self.device), "others_cpu_s": _others_cpu_s() - self._others_cpu_s}
+            self._write()  # what is known should the process be ended for taking too long
             self._next_block()
 
-    def _steps_of_block(self, now_s: float) -> float:
-        if self._until is None:
-            return float(self._plan[self._block]["steps"])
+    def _is_last(self, num: int, past_s: float) -> bool:
+        """Whether the block ends with this step, its `num`th."""
+        until = self._settings["until"]
+        if until is None:
+            return bool(num >= self._plan[self._block]["steps"])
         stop = self.place / "last_step"  # in the first look all ranks must end at the same step
-        taken = len(self.seen["blocks"][-1]["seconds"])
-        past_s = now_s - self._start_s
-        has_seen = taken >= self._until["min_steps"] and past_s >= self._until["min_s"]
-        if int(_RANK) == 0 and not stop.exists() and (has_seen or past_s >= self._until["max_s"]):
-            _write(stop, str(taken + (2 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0)))
-        return float(stop.read_text()) if stop.exists() else float("inf")
+        has_seen = num >= until["min_steps"] and past_s >= until["min_s"]
+        if _RANK == 0 and not stop.exists() and (has_seen or past_s >= until["max_s"]):
+            _write(stop, str(num + 2 * (_NUM_RANKS > 1)))
+        return stop.exists() and num >= int(stop.read_text())
 
     def _next_block(self) -> None:
         self._block += 1
@@ -273,21 +260,22 @@ class Trial:
             self._end()
         block = self._plan[self._block]
         for name in [name for name in self._on if name not in block["on"]]:
-            self._switch(name, is_on=False)
+            next(self._on.pop(name), None)  # to its end
         for name in block["on"]:
             if name not in self._on:
-                self._switch(name, is_on=True)
-        self.seen["blocks"].append({"on": block["on"], "kind": block["kind"], "seconds": []})
-        _synchronize(self.device)
-        _forget_memory_peak(self.device)
-        self._waited_s = _waited_s()
-        self._last_s = time.perf_counter()
+                self._switch_on(name)
+        self.seen["blocks"].append({"on": block["on"], "kind": block["kind"], "seconds": [], "waited": []})
+        if self.device != "cpu":
+            getattr(torch, self.device).synchronize()
+            getattr(torch, self.device).reset_peak_memory_stats()
+        else:
+            with suppress(OSError):  # Linux only: the highest resident set begins anew
+                Path("/proc/self/clear_refs").write_text("5")
+        self._others_cpu_s = _others_cpu_s()
+        self._last_s, self._waited_s = _clock()
 
-    def _switch(self, name: str, *, is_on: bool) -> None:
-        """A generator is run to its `yield` and, when the change goes, to its end; any other function is called."""
-        if not is_on:
-            next(self._on.pop(name), None)
-            return
+    def _switch_on(self, name: str) -> None:
+        """A generator is run to its `yield`; any other function is called."""
         change = self._candidates[name].change(self)
         if change is not None:
             next(change)
@@ -308,14 +296,15 @@ class Trial:
 
     def _facts(self) -> dict[str, Any]:
         """What the program does, as far as changes care. One look at all objects finds the modules that train."""
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cpu = read_cpu()
         modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
         dropouts = [module for module in modules if type(module).__name__.startswith("Dropout") and module.training]
         return {
             "device": self.device,
             "num_threads": torch.get_num_threads(),
-            "num_cores": max(num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1),
-            "has_bf16": _has_bf16(self.device),
+            "num_cores": max(int(cpu.cores) // _NUM_RANKS, 1),
+            "has_bf16": torch.cuda.is_bf16_supported(including_emulation=False) if self.device == "cuda"
+            else self.device != "cpu" or bool(cpu.flags & {"avx512_bf16", "amx_bf16", "bf16"}),
             "tf32": torch.get_float32_matmul_precision() != "highest",
             "trainer": _trainer(),
             "optimizers": [
@@ -333,20 +322,18 @@ class Trial:
         """The program has ended by itself: before its plan was done, or in an error."""
         if self._is_here():
             error = getattr(sys, "last_value", None)
-            self.seen["error"] = self.seen["error"] or (f"{type(error).__name__}: {error}" if error is not None else "")
             self._is_over = True
-            self._write()
+            self._write(error)
 
-    def _end(self) -> None:
+    def _end(self, error: Exception | None = None) -> None:
         """End the process here and now: a program that catches every exception would not let it be ended by one."""
-        for name in list(self._on):
+        for change in self._on.values():
             with suppress(Exception):
-                self._switch(name, is_on=False)
+                next(change, None)
         self._is_over = True
-        self._write()
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._write(error)
         until_s = time.monotonic() + RANKS_WAIT_S
-        while time.monotonic() < until_s and not all((self.place / f"rank{r}.json").exists() for r in range(num_ranks)):
+        while time.monotonic() < until_s and not all((self.place / f"over{r}").exists() for r in range(_NUM_RANKS)):
             time.sleep(0.01)
         watch = threading.Timer(END_WAIT_S, os._exit, (0,))
         watch.daemon = True
@@ -358,23 +345,25 @@ class Trial:
                 stream.flush()
         os._exit(0)
 
-    def _write(self) -> None:
+    def _write(self, error: BaseException | None = None) -> None:
+        self.seen["error"] = self.seen["error"] or (f"{type(error).__name__}: {error}" if error is not None else "")
         self.seen |= {"num_steps": self._num_turns, "saved": self.saved}
         _write(self.place / f"rank{_RANK}.json", json.dumps(self.seen))
+        if self._is_over:
+            (self.place / f"over{_RANK}").touch()
 
 
 def install(settings: str) -> None:
     """Begin a trial in this process.
 
     Args:
-        settings: Arguments of `Trial`, as JSON.
+        settings: Of `Trial`, as JSON.
     """
-    trial = Trial(**json.loads(settings))
+    trial = Trial(json.loads(settings))
     try:
         trial.start()
     except Exception as error:  # noqa: BLE001 - a change that fails is a result
-        trial.seen["error"] = f"{type(error).__name__}: {error}"
-        trial._end()
+        trial._end(error)
 
 
 def _write(path: Path, text: str) -> None:
@@ -403,19 +392,6 @@ def _signature(optimizer: Optimizer) -> list[float]:
     return numbers
 
 
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        getattr(torch, device).synchronize()
-
-
-def _forget_memory_peak(device: str) -> None:
-    if device != "cpu":
-        getattr(torch, device).reset_peak_memory_stats()
-    else:
-        with suppress(OSError):  # Linux only: the highest resident set begins anew
-            Path("/proc/self/clear_refs").write_text("5")
-
-
 def _memory(device: str) -> dict[str, float | None]:
     """Bytes in use now, and the most since the peak was forgotten; None where nobody tells."""
     if device != "cpu":
@@ -429,23 +405,28 @@ def _memory(device: str) -> dict[str, float | None]:
     return {"memory_bytes": status.get("VmRSS"), "peak_bytes": status.get("VmHWM")}
 
 
-def _waited_s() -> float:
-    """For how long this thread was ready to run and had no core; 0 where nobody tells."""
+def _clock() -> tuple[float, float]:
+    """The time, and for how long this thread has waited for a core up to it: no wait lies between the two."""
+    thread = threading.get_native_id()
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+        for _ in range(5):
+            before_s, now_s = waited_s(thread), time.perf_counter()
+            if before_s == waited_s(thread):
+                break
+        return now_s, before_s
+    except (OSError, ValueError, IndexError):  # nobody tells
+        return time.perf_counter(), 0.0
 
 
-def _has_bf16(device: str) -> bool:
-    """Whether the device multiplies bf16 faster than fp32."""
-    if device == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device != "cpu":
-        return True
-    with suppress(OSError):
-        return any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
-    return False
+def _others_cpu_s() -> float:
+    """CPU time of the program's other threads and of all that it has started; 0 where nobody tells."""
+    session, ticks = os.getsid(0), 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # has ended meanwhile
+            words = path.read_text().rpartition(")")[2].split()
+            if int(words[3]) == session and path.parent.name != str(os.getpid()):
+                ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK") + time.process_time() - time.thread_time()
 
 
 def _trainer() -> str:
@@ -499,7 +480,7 @@ def _elsewhere(trial: Trial, path: Any) -> Any:
     if not isinstance(path, (str, os.PathLike)):
         return path
     wanted = os.path.realpath(os.fspath(path))  # beside a copy lie links to what is beside the folder
-    allowed = [os.path.realpath(folder) for folder in (trial.place, trial.free) if folder]
+    allowed = [os.path.realpath(folder) for folder in (trial.place, trial._settings["free"]) if folder]
     if any(wanted == folder or wanted.startswith(folder + os.sep) for folder in allowed):
         return path
     target = trial.place / "saved" / wanted.lstrip(os.sep).replace(":", "")

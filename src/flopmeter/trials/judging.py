@@ -25,6 +25,8 @@ SETTLE = 1
 """Steps at the beginning of a block that belong to neither side."""
 PROCESS_SPREAD = 0.015
 """By so much two processes of one program may differ in speed, in either direction."""
+OTHERS = 0.02
+"""Share of the training thread's time that its program's other threads and processes may use to be left alone."""
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
 """Student's t, two-sided, for 1 to 18 degrees of freedom."""
 GRADIENT_FACTOR, LOSS_FACTOR, LATER_FACTOR = 40.0, 8.0, 25.0
@@ -38,10 +40,21 @@ MIN_GROWTH_BYTES, MIN_GROWTH_SHARE, MIN_RISES = 16e6, 0.75, 3
 """Memory keeps growing when it would end so much higher, and does so in most of several blocks."""
 
 
-def block_s(block: Mapping[str, Any]) -> float:
-    """Mean time of a step in a block, its first ones left out."""
-    seconds = block["seconds"]
-    return fmean(seconds[SETTLE:] if len(seconds) > SETTLE else seconds)
+def block_s(block: Mapping[str, Any], *, is_wall: bool = False) -> float:
+    """Mean time of a step in a block, its first ones left out; the training thread's waits for a core, too, or not."""
+    first = SETTLE if len(block["seconds"]) > SETTLE else 0
+    return fmean(block["seconds"][first:]) - (0.0 if is_wall else fmean(block["waited"][first:]))
+
+
+def must_be_wall(processes: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether waits for a core must count: others than the training thread do some of the work, and may wait as well.
+
+    On a GPU, too, where a wait may be hidden behind what the device does.
+    """
+    blocks = [block for seen in processes for block in timed(seen)]
+    own_s = sum(sum(block["seconds"]) - sum(block["waited"]) for block in blocks)
+    is_gpu = any(seen["facts"]["device"] != "cpu" for seen in processes)
+    return is_gpu or sum(block["others_cpu_s"] for block in blocks) > OTHERS * own_s
 
 
 def timed(seen: Mapping[str, Any], on: Iterable[str] | None = None) -> list[dict[str, Any]]:
@@ -51,9 +64,9 @@ def timed(seen: Mapping[str, Any], on: Iterable[str] | None = None) -> list[dict
     return [block for block in rows if wanted is None or block["on"] == wanted]
 
 
-def process_s(seen: Mapping[str, Any]) -> float:
+def process_s(seen: Mapping[str, Any], *, is_wall: bool = True) -> float:
     """Time of a step in a process without switching: the median block, so that a slow one does not count."""
-    return median(block_s(block) for block in timed(seen))
+    return median(block_s(block, is_wall=is_wall) for block in timed(seen))
 
 
 def block_spread(seen: Mapping[str, Any]) -> float:
@@ -62,15 +75,17 @@ def block_spread(seen: Mapping[str, Any]) -> float:
     return stdev(logs) if len(logs) > 1 else 0.0
 
 
-def switched_gain(processes: Sequence[Mapping[str, Any]], on: Sequence[str], samples: float) -> Gain | None:
+def switched_gain(
+    processes: Sequence[Mapping[str, Any]], on: Sequence[str], samples: float, *, is_wall: bool = False
+) -> Gain | None:
     """From processes in which the change was switched on and off."""
     ratios = []
     for seen in processes:
         rows = timed(seen)
         for before, block, behind in zip(rows, rows[1:], rows[2:], strict=False):
             if block["on"] == list(on) and before["on"] == behind["on"] == []:
-                plain = (math.log(block_s(before)) + math.log(block_s(behind))) / 2
-                ratios.append(plain - math.log(block_s(block)))
+                first, own, last = (math.log(block_s(one, is_wall=is_wall)) for one in (before, block, behind))
+                ratios.append((first + last) / 2 - own)
     if len(ratios) < 3:
         return None
     middle, half = _signed_ranks(ratios)
@@ -78,18 +93,15 @@ def switched_gain(processes: Sequence[Mapping[str, Any]], on: Sequence[str], sam
 
 
 def process_gains(
-    table: Mapping[str, Mapping[int, float]], samples: Mapping[str, float], block_spread: float = 0.0
+    ratios: Mapping[str, Sequence[float]], samples: Mapping[str, float], block_spread: float = 0.0
 ) -> dict[str, Gain]:
-    """From processes that took turns: by change and round the time of a step, the unchanged program's under "".
+    """From processes that took turns.
 
     Args:
+        ratios: By change: in each round the unchanged program's time of a step over the one with it.
         block_spread: Relative spread of the blocks within a process: all that there is to go by after one round.
     """
-    differences = {
-        name: [math.log(table[""][turn]) - math.log(value) for turn, value in values.items() if turn in table[""]]
-        for name, values in table.items()
-        if name
-    }
+    differences = {name: [math.log(value) for value in values] for name, values in ratios.items()}
     left = [value - fmean(rows) for rows in differences.values() for value in rows]
     freedom = sum(len(rows) - 1 for rows in differences.values() if rows)
     half = 8 * PROCESS_SPREAD + 2 * block_spread

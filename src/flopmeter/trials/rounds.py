@@ -26,6 +26,7 @@ from flopmeter.trials.judging import (
     is_narrow,
     judge_losses,
     judge_memory,
+    must_be_wall,
     process_gains,
     process_s,
     settle,
@@ -43,9 +44,9 @@ MIN_STEPS = 30
 """Steps that a program must have for a comparison."""
 FIRST_S, MIN_FIRST, MAX_FIRST = 2.0, 6, 40
 """What is left out at the start of a process, and after a change: its losses are compared, its times are not."""
-BLOCK_S, MIN_BLOCK, NUM_PAIRS, NUM_BLOCKS = 0.8, 3, 10, 6
+BLOCK_S, MIN_BLOCK, NUM_PAIRS, MIN_PAIRS, NUM_BLOCKS = 0.8, 3, 10, 4, 6
 SIZES = (1.0, 0.6, 0.4, 0.2)
-"""Blocks are so much shorter where the budget is short; the shortest where one round is to do."""
+"""Blocks are so much shorter, and fewer, where the budget is short; the shortest where one round is to do."""
 MAX_SWITCHED_RUNS, MIN_RUNS, MAX_RUNS = 3, 2, 6
 """Processes for a change that is switched on and off; for one that takes a process of its own, at least and at most."""
 LONG_STARTUP = 0.5
@@ -249,9 +250,8 @@ class Trials:
         while jobs and self._first_round_s(jobs) > self.left_s:
             gone = jobs.pop()
             wanted = seconds(self._first_round_s([gone]))
-            self.tried.not_tried[gone.name] = (
-                f"the budget has no room: it would take {wanted}, and {seconds(self.left_s)} are left"
-            )
+            why = f"the budget has no room: it would take {wanted}, and {seconds(self.left_s)} are left"
+            self._rows[gone.name].reason = why
         return jobs
 
     def _foretell(self, jobs: Sequence[Job]) -> None:
@@ -262,9 +262,9 @@ class Trials:
             f"The program takes {start} to start, and {step} a step. To be tried: {names}; the first round takes about "
             f"{seconds(self._first_round_s(jobs))}, and {seconds(self.left_s)} are left."
         )
-        for name, why in self.tried.not_tried.items():
-            if why.startswith("the budget"):
-                self._announce(f"Not tried: {name}: {why}")
+        for name, row in self._rows.items():
+            if row.reason:
+                self._announce(f"Not tried: {name}: {row.reason}")
 
     def _first_round_s(self, jobs: Sequence[Job]) -> float:
         return sum(self._job_s(job) for job in (UNCHANGED, *self._joined(jobs))) if jobs else 0.0
@@ -298,12 +298,12 @@ class Trials:
         step_s = self._step_s(job)
         num_first = min(max(round(FIRST_S / step_s), MIN_FIRST), MAX_FIRST)
         num = max(round((1 if job.is_switched else 2) * self._size * BLOCK_S / step_s), MIN_BLOCK)
-        pairs = NUM_PAIRS
+        pairs = max(round(NUM_PAIRS * math.sqrt(self._size)), MIN_PAIRS)
         if self._num_steps:
             num_first = min(num_first, max(self._num_steps // 5, MIN_FIRST))
             left = self._num_steps - num_first - 4
-            num = max(min(num, left // (2 * NUM_PAIRS + 1 if job.is_switched else NUM_BLOCKS)), MIN_BLOCK)
-            pairs = max(min(NUM_PAIRS, (left // num - 1) // 2), 1)
+            num = max(min(num, left // (2 * pairs + 1 if job.is_switched else NUM_BLOCKS)), MIN_BLOCK)
+            pairs = max(min(pairs, (left // num - 1) // 2), 1)
         first = {"on": [] if job.is_one_by_one else job.on, "steps": num_first, "kind": "first"}
         on, off = ({"on": names, "steps": num, "kind": "timed"} for names in (job.on, []))
         if job.is_switched:
@@ -344,10 +344,13 @@ class Trials:
             self._say(f"round {turn + 1}: {job.name}{self._so_far()}", 1 - self.left_s / self._budget_s)
             at_most_s = min(PATIENCE * wanted_s + 30, max(0.6 * self.left_s, wanted_s))
             done = self._launcher.run(job.name, at_most_s, self._plan(job))
-            if done.ranks and all(rank["is_whole"] and not rank["error"] for rank in done.ranks):
+            has_all = done.ranks and all(rank["is_whole"] and not rank["error"] for rank in done.ranks)
+            if has_all or (done.exit_code == -9 and job.is_switched and len(timed(done.seen)) > 2 * MIN_PAIRS):
                 for name in job.on if job.is_one_by_one else [job.name]:
                     self._runs.setdefault(name, {})[turn] = done
                     self._one_by_one |= {name} if job.is_one_by_one else set()
+            elif done.exit_code == -9 and job.name in self._runs:
+                return False
             elif job is UNCHANGED:
                 self.tried.notes.append(f"the unchanged program failed in round {turn + 1}: {_why(done)}")
             else:
@@ -367,31 +370,43 @@ class Trials:
         plain = self._runs.get(UNCHANGED.name, {})
         unchanged = [self._first, *(done.seen for done in plain.values())]
         alone = [job for job in jobs if not job.is_switched]
-        table = {
-            job.name: {turn: process_s(done.seen) for turn, done in self._runs.get(job.name, {}).items()}
-            for job in alone
-        }
-        table[""] = {turn: process_s(done.seen) for turn, done in plain.items()}
-        spread = max((block_spread(done.seen) for done in plain.values()), default=0.0)
-        gains = process_gains(table, {job.name: job.samples for job in alone}, spread)
         for job in jobs:
-            row, runs = self._rows[job.name], list(self._runs.get(job.name, {}).values())
+            runs = self._runs.get(job.name, {}).values()
+            beside = () if job.is_switched else plain.values()
+            self._rows[job.name].is_wall = must_be_wall([done.seen for done in (*runs, *beside)])
+        ratios = {
+            job.name: [
+                process_s(plain[turn].seen, is_wall=is_wall) / process_s(done.seen, is_wall=is_wall)
+                for turn, done in self._runs.get(job.name, {}).items()
+                if turn in plain
+            ]
+            for job in alone
+            for is_wall in [self._rows[job.name].is_wall]
+        }
+        spread = max((block_spread(done.seen) for done in plain.values()), default=0.0)
+        gains = process_gains(ratios, {job.name: job.samples for job in alone}, spread)
+        for job in jobs:
+            row, own = self._rows[job.name], list(self._runs.get(job.name, {}).values())
             if job.name in self._failed:
                 row.outcome, row.reason = "failed", self._failed[job.name]
-            if not runs:
+            if not own:
                 continue
-            found = [done.seen for done in runs]
-            gain = switched_gain(found, job.on, job.samples) if job.is_switched else gains.get(job.name)
+            found = [done.seen for done in own]
+            gain = (
+                switched_gain(found, job.on, job.samples, is_wall=row.is_wall)
+                if job.is_switched
+                else gains.get(job.name)
+            )
             row.gain = gain
             settle(row)
-            row.num_runs = len(runs)
+            row.num_runs = len(own)
             row.num_steps = sum(len(block["seconds"]) for seen in found for block in timed(seen, job.on))
             row.startup_s = found[0]["startup_s"]
             rounding = max(candidate.rounding for candidate in job.rows)
             row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
             if job.name in self._one_by_one:
                 row.losses, row.losses_text = "unknown", "not told apart: all changes shared one process"
-            peaks = [rank for done in runs for rank in done.ranks]
+            peaks = [rank for done in own for rank in done.ranks]
             others = [rank for done in plain.values() for rank in done.ranks]
             row.memory_bytes, row.memory_text = judge_memory(peaks, others, job.on)
         known = [block["peak_bytes"] for done in plain.values() for rank in done.ranks for block in timed(rank)]
@@ -422,11 +437,13 @@ class Trials:
     def _add_notes(self) -> None:
         notes, launcher = self.tried.notes, self._launcher
         found = [timed(done.seen) for runs in self._runs.values() for done in runs.values()]
-        waits = [block["waited_s"] / sum(block["seconds"]) for blocks in found for block in blocks]
+        waits = [sum(block["waited"]) / sum(block["seconds"]) for blocks in found for block in blocks]
         if waits and fmean(waits) > BUSY:
+            walls = [name for name, row in self._rows.items() if row.gain is not None and row.is_wall]
+            but = f", but not for {' and '.join(walls)}: there others of the program work, too" if walls else ""
             notes.append(
                 f"the machine was busy: the training thread waited for a core for {percent(fmean(waits))} of the time, "
-                "which makes intervals wide"
+                f"which is left out of the times{but}"
             )
         if not launcher.is_copied:
             notes.append(f"{launcher.folder} is too large to be copied: the program ran in it")
