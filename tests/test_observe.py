@@ -492,8 +492,9 @@ def test_a_layer_whose_product_is_not_seen_is_counted_by_its_shapes_and_named() 
     assert count.by_module == {"0": 2 * UNIT, "1": 3 * UNIT, "2": 3 * UNIT}
 
 
-@pytest.mark.parametrize("fills", [False, True])
-def test_a_function_whose_result_no_operator_wrote_is_named(fills: bool) -> None:
+@pytest.mark.parametrize("kind", [None, "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("makes", [None, torch.empty_like, torch.zeros_like], ids=["alone", "empty", "zeros"])
+def test_a_function_whose_result_no_operator_wrote_is_named(makes: Any, kind: str | None) -> None:
     pytest.importorskip("numpy")
 
     class Mixer(torch.autograd.Function):
@@ -502,9 +503,9 @@ def test_a_function_whose_result_no_operator_wrote_is_named(fills: bool) -> None
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             mixed = x.detach().numpy() @ x.detach().numpy().T @ x.detach().numpy()
-            if not fills:
+            if makes is None:
                 return torch.from_numpy(mixed)
-            out = torch.empty_like(x)
+            out: torch.Tensor = makes(x)
             out.numpy()[:] = mixed
             return out.view(*x.shape)
 
@@ -517,7 +518,7 @@ def test_a_function_whose_result_no_operator_wrote_is_named(fills: bool) -> None
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(x)
+            out = torch.zeros_like(x)
             for row in range(len(x)):
                 out[row] = 2 * x[row]
             return out
@@ -526,11 +527,20 @@ def test_a_function_whose_result_no_operator_wrote_is_named(fills: bool) -> None
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             return 2 * grad
 
-    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def net(x: torch.Tensor) -> torch.Tensor:
+        hidden = layers[1](Scaled.apply(layers[0](x)))  # type: ignore[no-untyped-call]
+        return layers[2](Mixer.apply(hidden)) + layers[3](hidden)  # type: ignore[no-any-return, no-untyped-call]
+
     with observe(layers) as step:
-        hidden = Scaled.apply(layers[0](rows()))  # type: ignore[no-untyped-call]
-        layers[2](Mixer.apply(layers[1](hidden))).sum().backward()  # type: ignore[no-untyped-call]
-    assert step.result().uncounted == {"autograd.Function Mixer": 1}
+        out = checkpoint(net, rows(True), use_reentrant=kind == "reentrant") if kind else net(rows(True))
+        (2 * out).sum().backward()
+    # The gradients of a checkpoint that is not reentrant stop its second run at the last product.
+    again = {None: {}, "reentrant": {"recompute": 4}, "non_reentrant": {"recompute": 3}}[kind]
+    assert units(step.result()) == {"forward": 4, "backward": 8, **again}
+    # Named each time that gradients are on around it: a reentrant checkpoint's first run has none.
+    assert step.result().uncounted == {"autograd.Function Mixer": 2 if kind == "non_reentrant" else 1}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

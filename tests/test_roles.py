@@ -120,11 +120,12 @@ class Reversible(torch.autograd.Function):
         return x.grad, None, *(None for _ in ctx.module.parameters())
 
 
-def test_what_is_run_again_without_a_checkpoint_is_said() -> None:
+@pytest.mark.parametrize("kind", [nn.Linear, Fused])
+def test_what_is_run_again_without_a_checkpoint_is_said(kind: type[nn.Linear]) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.layer = kind(WIDTH, WIDTH, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Reversible.apply(x, self.layer, *self.layer.parameters())  # type: ignore[no-any-return, no-untyped-call]
@@ -134,6 +135,21 @@ def test_what_is_run_again_without_a_checkpoint_is_said() -> None:
         model(rows()).sum().backward()
     assert units(step.result()) == {"forward": 1, "backward": 2, "recompute": 1}
     assert [sentence for sentence in step.result().left_out if "25.0%" in sentence]
+
+
+def test_a_function_that_is_run_again_in_another_functions_backward_pass_is_told() -> None:
+    class Again(Product):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+            with torch.enable_grad():
+                out = Product.apply(x, weight)  # type: ignore[no-untyped-call]
+            return torch.autograd.grad(out, (x, weight), grad)
+
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    with observe(nn.ParameterList([weight])) as step:
+        Again.apply(rows(), weight).sum().backward()  # type: ignore[no-untyped-call]
+    assert units(step.result()) == {"forward": 1, "backward": 2, "recompute": 1}
 
 
 @pytest.mark.parametrize("create_graph", [True, False])

@@ -115,11 +115,11 @@ class DatasetMetrics:
             predictions: Class or token ids; they take precedence over `logits`.
         """
         try:
-            if isinstance(dataset_names, str):
-                counts = Counter({dataset_names: num_samples(loss, labels)})
-            else:
-                counts = Counter(dataset_names)
             with DisableTorchFunction():  # the user's function modes and tensor classes are not for us
+                if isinstance(dataset_names, str):
+                    counts = Counter({dataset_names: num_samples(loss, labels)})
+                else:
+                    counts = Counter(dataset_names)
                 self._register(counts.keys() - self._ids.keys())
                 if self._is_due():
                     answers = logits if predictions is None else predictions

@@ -57,10 +57,15 @@ _OPAQUE = frozenset({"DTensor", "NestedTensor"})
 """Tensors that hold others: the operators on those arrive next, with the shapes that this rank computes."""
 _WRAPPERS = {"higher_order::run_and_save_rng_state": 0, "higher_order::run_with_rng_state": 1}
 """Operators that call another one, and where among their arguments it stands."""
-_BLANK = frozenset(f"aten::{own}" for own in ("empty", "empty_like", "new_empty", "empty_strided", "lift_fresh"))
+_BLANK = frozenset(
+    f"aten::{own}" for own in ("lift_fresh", "empty_strided", "empty", "empty_like", "new_empty", "zeros", "zeros_like",
+                               "new_zeros", "zero_", "full", "full_like", "new_full", "fill_")
+)  # fmt: skip
 """Operators whose result is for others to fill, or was made outside of torch."""
 _BY_HEADS = "aten::_scaled_dot_product"
 """Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
+_IN_FUNCTIONS = {(name, torch.autograd.function.__file__) for name in ("apply", "apply_boxed")}
+"""Where torch calls an autograd.Function, forward as a method of the class and backward as one of its node."""
 INTEGERS = "Products of integers are no floating-point operations: {}."
 BESIDE_COMPILER = f"torch {torch.__version__} lets no step be observed that runs compiled code"
 BESIDE_GRAPHS = f"torch {torch.__version__} lets no step be observed beside the CUDA graphs of torch.compile"
@@ -260,7 +265,7 @@ class Observation:
         is_nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in (*args, out))
         # In a gradient's own work the dimensions of many tensors meet: there a product has the text of its forward one.
         goes_forward = task == -1 or torch.is_grad_enabled() or self._frames.runs_again or task in self._reruns[-1:]
-        if goes_forward and not (self._is_aside or is_nested):
+        if not (self._is_aside or is_nested):
             self._note_functions(op, args, out)
         if formula is None:
             if goes_forward and not is_nested:
@@ -325,7 +330,7 @@ class Observation:
             memory = _memory(value)
             base = next((own for own in given if own is value or (memory and _memory(own) == memory)), None)
             is_written = (known.get(base) if base is not None else None) or [op not in _BLANK]
-            is_written[0] |= (value is base and op not in _BLANK) or op.endswith("_") or op.startswith("c10d")
+            is_written[0] |= op not in _BLANK and (value is base or op.endswith("_") or op.startswith("c10d"))
             known.put(value, is_written)
 
     def _text_of(self, node: Any, args: tuple[Any, ...]) -> Text | None:
@@ -344,7 +349,7 @@ class Observation:
             is_asked = task in self._reruns[-1:] or type(node).__name__ == REENTRANT_CHECKPOINT
             if isinstance(node, BackwardCFunction):
                 self._functions.add(node._sequence_nr())
-            if self._frames.runs_again or is_asked:
+            if self._frames.runs_again or is_asked or (isinstance(node, BackwardCFunction) and _goes_forward_again()):
                 return "recompute", is_asked
             builds_graph = bool(self._builds_graph) and self._builds_graph[-1]
             return ("recompute" if torch.is_grad_enabled() and not builds_graph else "backward"), False
@@ -511,6 +516,17 @@ def _function_node() -> int:
             found = first._sequence_nr() if isinstance(first, BackwardCFunction) else sequence_nr() - 1
         frame, below = frame.f_back, frame
     return found
+
+
+def _goes_forward_again() -> bool:
+    """Whether a function in Python runs its forward pass inside of another one's backward pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        place = frame.f_code.co_name, frame.f_code.co_filename
+        if place in _IN_FUNCTIONS:
+            return frame.f_code.co_varnames[0] == "cls"  # a backward pass is a method of its node
+        frame = frame.f_back if place != ("_engine_run_backward", torch.autograd.graph.__file__) else None
+    return False
 
 
 def _memory(value: Any) -> int:
