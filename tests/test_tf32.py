@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from flopmeter.devices import tf32_families
 from flopmeter.flops.count import count_flops
 from flopmeter.flops.estimate import read_leaves
 from flopmeter.flops.observe import observe
 from flopmeter.flops.profiled import ProfiledStep
-from flopmeter.flops.tf32 import tf32_families
 
 GPU = torch.device("cuda", 0)
 ROWS, SIDE, CHANNELS, CLASSES = 2, 6, 4, 5

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flopmeter.flops.training_state import training_state
+from flopmeter.flops.prediction import training_state
 
 
 class Layer(nn.Module):

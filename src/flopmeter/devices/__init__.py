@@ -59,6 +59,10 @@ _SPECIFICATION = re.compile(r"(cpu|cuda|xpu|mps|npu|hpu|mlu|musa)(?::(\d+))?")
 _MAKER = re.compile(r"^(nvidia )?(tesla )?")
 _MIG = re.compile(r"\bmig\b")
 _LAPTOP = re.compile(r"\b(laptop|max-q|mobile)\b")
+MATMUL = "matmul"
+"""Stands for every family of operators that cuDNN does not rule."""
+_IN_CUDNN = {"convolution": "conv", "recurrent": "rnn"}
+"""The others, with the part of `torch.backends.cudnn` that rules them."""
 _HOLDING = ("cpu", "meta")
 """Kinds of devices that parameters may wait on while others compute."""
 
@@ -346,6 +350,34 @@ def uses_tf32() -> bool:
     with suppress(AttributeError, RuntimeError):
         return bool(torch.get_float32_matmul_precision() != "highest")
     return False
+
+
+def tf32_families(device: torch.device | None) -> frozenset[str]:
+    """Families of operators ("convolution", "recurrent", `MATMUL`) whose float32 products a GPU computes in TF32.
+
+    Torch allows it for convolutions and recurrences from the start, and for matmuls only where the user says so, at any
+    time. On a GPU that has the units (Ampere and newer), held against the fp32 peak such work would look eight times as
+    good as it is. Starts no CUDA.
+    """
+    lib: Any = sys.modules["torch"]
+    if device is None or device.type != "cuda" or lib.version.cuda is None:
+        return frozenset()
+    if not lib.cuda.is_initialized() or lib.cuda.get_device_capability(device) < (8, 0):
+        return frozenset()
+    in_cudnn = (family for family, part in _IN_CUDNN.items() if _allows_tf32(lib.backends.cudnn, part))
+    return frozenset((*in_cudnn, MATMUL) if uses_tf32() else in_cudnn)
+
+
+def _allows_tf32(cudnn: Any, part: str) -> bool:
+    try:
+        return bool(getattr(cudnn, part).fp32_precision == "tf32")  # tells of the older setting as well
+    except AttributeError:
+        return bool(cudnn.allow_tf32)
+
+
+def product_dtype(dtype: str, family: str, families: frozenset[str]) -> str:
+    """What a product of this family runs in, given what `tf32_families` says."""
+    return "tf32" if dtype == "float32" and (family if family in _IN_CUDNN else MATMUL) in families else dtype
 
 
 def devices_of(model: nn.Module | None) -> tuple[torch.device, ...]:

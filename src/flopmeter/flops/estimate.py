@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopmeter.devices import product_dtype, tf32_families
 from flopmeter.errors import CountError
 from flopmeter.flops.count import call_arguments, count_call
 from flopmeter.flops.flop_count import Convention, FlopCount, new_growth
-from flopmeter.flops.tf32 import product_dtype, tf32_families
 from flopmeter.flops.workload import PROCESSED, Workload, WorkloadReader, needs_of, parameter_names, unwrap, workload_of
 from flopmeter.torch_compat import Convolution
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flopmeter.devices import NO_FLOP, devices_of
+from flopmeter.devices import NO_FLOP, devices_of, product_dtype, tf32_families
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
@@ -27,7 +27,6 @@ from flopmeter.flops.long_masks import Known
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
 from flopmeter.flops.repeats import COMPILED, Repeats
 from flopmeter.flops.tally import Call, WorkPhase, tally
-from flopmeter.flops.tf32 import product_dtype, tf32_families
 from flopmeter.flops.token_rows import Text, TokenRows
 from flopmeter.hook_hiding import replace_attribute, surround_backward, surround_recomputation
 from flopmeter.step_facts import StepFacts

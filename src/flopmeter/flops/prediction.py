@@ -19,9 +19,12 @@ from dataclasses import replace
 from itertools import zip_longest
 from math import log
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zlib import crc32
 
-from flopmeter.devices import dtype_name
+from torch import nn
+
+from flopmeter.devices import dtype_name, tf32_families
 from flopmeter.flops.estimate import UNIT
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.workload import PROCESSED, Shape, Workload
@@ -92,24 +95,14 @@ class Law(NamedTuple):
         model, hardware = _scaled(self.model, after), _scaled(self.hardware, after)
         return StepFlop(model, hardware, _scaled(self.processed, after), self, error)
 
-    @classmethod
-    def mean(cls, laws: Sequence[Law]) -> Law:
+    @staticmethod
+    def mean(laws: Sequence[Law]) -> Law:
         """What to expect where counts differ, as with layers dropped at random."""
-        if len(laws) == 1:
-            return laws[0]
-
-        def merged(name: str) -> tuple[Line, ...]:
-            return tuple(
-                (dtype, own, flop / len(laws), n) for law in laws for dtype, own, flop, n in getattr(law, name)
-            )
-
-        return cls(
-            merged("model"),
-            merged("hardware"),
-            merged("processed"),
-            laws[-1].kinds,
-            merged("other"),
-        )
+        parts: dict[str, Any] = {
+            name: tuple((dtype, own, flop / len(laws), n) for law in laws for dtype, own, flop, n in getattr(law, name))
+            for name in ("model", "hardware", "processed", "other")
+        }
+        return laws[-1]._replace(**parts)
 
 
 def kinds_of(workload: Workload) -> frozenset[str]:
@@ -162,22 +155,17 @@ class Counted(NamedTuple):
 
 def changed(after: Workload, before: Workload) -> frozenset[str]:
     """What is not as it was in another step: sizes of what the model was given, by name and dimension."""
-    found: set[str] = set()
     own, others = after.shape, before.shape
-    if own != others:
-        if len(own) != len(others):
-            found.add("calls")
-        for place, call in enumerate(own):
-            sizes = {name: rest for name, *rest in call}
-            known = {name: rest for name, *rest in others[min(place, len(others) - 1)]} if others else {}
-            for name in sizes.keys() | known.keys():
-                now, then = sizes.get(name), known.get(name)
-                if now is None or then is None or len(now) != len(then):
-                    found.add(name)
-                else:
-                    found.update(
-                        f"{name}.{n}" for n, pair in enumerate(zip(now, then, strict=True)) if pair[0] != pair[1]
-                    )
+    found = {"calls"} if len(own) != len(others) else set()
+    for place, call in enumerate(own if own != others else ()):
+        sizes = {name: rest for name, *rest in call}
+        known = {name: rest for name, *rest in others[min(place, len(others) - 1)]} if others else {}
+        for name in sizes.keys() | known.keys():
+            now, then = sizes.get(name), known.get(name)
+            if now is None or then is None or len(now) != len(then):
+                found.add(name)
+            else:
+                found |= {f"{name}.{n}" for n, (a, b) in enumerate(zip(now, then, strict=True)) if a != b}
     return frozenset(found)
 
 
@@ -267,10 +255,8 @@ class Predictor:
             self.difference = difference if difference > SAME else 0.0
             others = [item for item in self._counted.items() if item[0] != shape]
             kept = others[1 - (MAX_SHAPES if self._disproven else FEW_SHAPES) :]
-            self._counted = {
-                **dict(kept),
-                shape: Counted(Law.mean(laws), workload, tuple(laws), _contents(workload)),
-            }  # the newest last
+            newest = Counted(Law.mean(laws), workload, tuple(laws), _contents(workload))
+            self._counted = {**dict(kept), shape: newest}  # the newest last
         self._nearest, self._known = {}, {}
         self.has_count, self._before, self.missing = True, None, frozenset()
         return error
@@ -350,12 +336,11 @@ class Predictor:
             own = fitting[-1]
             found = own, changed(workload, own.workload)
             if not self._is_proven(found[1]):
-                all_found = [(own, changed(workload, own.workload)) for own in reversed(fitting)]
-                is_unlike = [
-                    (not self._is_proven(what), len(what - self._proven), _distance(workload, own.workload))
-                    for own, what in all_found
-                ]
-                found = all_found[is_unlike.index(min(is_unlike))]
+                pairs = [(own, changed(workload, own.workload)) for own in reversed(fitting)]
+                is_proven, proven = self._is_proven, self._proven
+                found = min(
+                    pairs, key=lambda p: (not is_proven(p[1]), len(p[1] - proven), _distance(workload, p[0].workload))
+                )
             if len(nearest) >= MAX_SHAPES:
                 nearest.clear()
             nearest[key] = found
@@ -388,18 +373,44 @@ class Predictor:
             if before is None or before.estimate is None or counted is None:
                 return found
             then = before._estimate().at(workload)
-            model = _by_ratio(counted.model, found.model, then.model)
-            hardware = _by_ratio(counted.hardware, found.hardware, then.hardware)
-            return StepFlop(model, hardware, _by_ratio(counted.processed, found.processed, then.processed))
+            model, hardware, processed = map(_by_ratio, counted[:3], found[:3], then[:3])
+            return StepFlop(model, hardware, processed)
         missing = self.missing = kinds - law.kinds
         own = next(iter({line[0] for line in law.model}), "fp32")
-        extra: list[tuple[Line, ...]] = [
-            tuple((own, *line[1:]) for line in lines if _kind_of(line[1]) in missing)
-            for lines in (estimate.model, estimate.hardware, estimate.processed)
-        ]
-        lines = law.model + extra[0], law.hardware + extra[1], law.processed + extra[2]
-        return Law(*lines, kinds, is_estimate=True).at(workload)
+        own_lines, run, padded = (
+            known + tuple((own, *line[1:]) for line in more if _kind_of(line[1]) in missing)
+            for known, more in zip(law[:3], estimate[:3], strict=True)
+        )
+        return Law(own_lines, run, padded, kinds, is_estimate=True).at(workload)
 
     def _estimate(self) -> Law:
         assert self.estimate is not None
         return Law.of(self.estimate, UNIT, self.dtype)._replace(is_estimate=True)
+
+
+def training_state(models: Iterable[nn.Module]) -> int:
+    """Is the model still trained as it was when a step was counted? One number tells, in a fraction of a millisecond.
+
+    It changes when parameters are frozen or unfrozen, when activation checkpointing is switched, when modules come or
+    go, and when torch is told to use TF32 or not to; it is the same in every process that trains the same model in the
+    same way. Left out: what forward code decides by flags of its own.
+
+    To be called between two steps: an evaluation, and a loop that freezes one network while it trains another, put
+    things back before a step is over.
+    """
+    modules = list(models)
+    first = next((parameter for module in modules for parameter in module.parameters()), None)
+    in_tf32 = " ".join(sorted(tf32_families(None if first is None else first.device)))
+    flags: list[int] = []
+    for module in modules:
+        own = vars(module)  # asking a module for an attribute that it lacks costs microseconds, and there are hundreds
+        # transformers and diffusers, timm, many others; outside of training transformers recomputes nothing
+        if own.get("gradient_checkpointing") or own.get("grad_checkpointing") or own.get("use_checkpoint"):
+            flags.append(2 + own["training"])
+        for parameter in own["_parameters"].values():
+            if parameter is not None:
+                flags.append(parameter.requires_grad)
+        flags.append(4)
+        if own["_modules"]:
+            modules += [child for child in own["_modules"].values() if child is not None]
+    return crc32(bytes(flags), crc32(in_tf32.encode()))

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
+from flopmeter.devices import product_dtype, tf32_families
 from flopmeter.errors import CountError
 from flopmeter.flops import formulas
 from flopmeter.flops.count import call_arguments, loss_of, unwrap
@@ -32,7 +33,6 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Work
 from flopmeter.flops.observation import watch_optimizers
 from flopmeter.flops.on_shapes import untouched
-from flopmeter.flops.tf32 import product_dtype, tf32_families
 from flopmeter.hook_hiding import replace_attribute, surround_backward
 from flopmeter.profiling.profiler_guard import Recording, range_of
 from flopmeter.profiling.recorded import (

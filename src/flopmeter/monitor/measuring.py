@@ -19,9 +19,8 @@ from flopmeter.errors import FlopmeterError
 from flopmeter.flops.estimate import estimate_call, read_leaves
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
-from flopmeter.flops.prediction import OFF, Predictor, StepFlop
+from flopmeter.flops.prediction import OFF, Predictor, StepFlop, training_state
 from flopmeter.flops.profiled import ProfiledStep
-from flopmeter.flops.training_state import training_state
 from flopmeter.flops.workload import Seen, Shape, Workload, needs_of, resolve
 from flopmeter.monitor.header import device_name, device_of, device_uuid
 from flopmeter.monitor.ranks import note_of, read_note

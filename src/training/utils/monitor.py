@@ -23,9 +23,8 @@ from flopmeter.flops.count import count_call, unwrap
 from flopmeter.flops.estimate import estimate_flops
 from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.inputs import build_inputs
-from flopmeter.flops.prediction import Law
+from flopmeter.flops.prediction import Law, training_state
 from flopmeter.flops.profiled import profile_flops
-from flopmeter.flops.training_state import training_state
 from flopmeter.flops.workload import needs_of, workload_of
 from flopmeter.metrics import utilisation
 from flopmeter.monitor import TrainingMonitor

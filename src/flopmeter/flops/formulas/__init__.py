@@ -9,10 +9,11 @@ every tensor replaced by its `Spec`, and returns the FLOPs as an int, or as `Wor
     def scaled_mm(a, b, scale):
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
-Where operators differ only in the order of their arguments, each is one line, a row: its name, and a name for each
-argument in the order of its schema. The function then gets them by these names, and takes those it needs:
+Where operators differ only in the order of their arguments, each order is one line, a row: the operators that have it,
+and a name for each argument in the order of their schema. The function then gets them by these names, and takes those
+it needs:
 
-    @formula("aten::mm left right", "aten::addmm added left right")
+    @formula("aten::mm aten::bmm left right", "aten::addmm added left right")
     def product(left, right, **_):
         return matmul_flop(left, right)
 
@@ -136,7 +137,7 @@ def formula(*ops: str, values: Sequence[str] = (), composite: bool = False) -> C
     """Register the decorated function as the FLOP formula of the named operators ("namespace::name").
 
     Args:
-        ops: Operators; one that is followed by the names of its arguments is a row (see above).
+        ops: Operators; one or more, followed by the names of their arguments, are a row (see above).
         values: Names of integer tensor arguments whose contents the formula needs. They are copied while the step is
             observed and read after it, so they cost no synchronisation. A tuple stands for every integer tensor in it.
         composite: See `Formula.composite`.
@@ -149,11 +150,13 @@ def formula(*ops: str, values: Sequence[str] = (), composite: bool = False) -> C
         kinds = [parameter.kind for parameter in own.values()]
         num_positional = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
         for row in ops:
-            op, *names = row.split() or [row]
-            if op.count("::") != 1:
-                raise ValueError(f"an operator is named 'namespace::name', not {op!r}")
-            # A user's formula stays, even when it came before our own families were loaded.
-            if family == "user" or op not in _registry:
+            names = [word for word in row.split() if "::" not in word]
+            for op in [word for word in row.split() if "::" in word] or [row]:
+                if op.count("::") != 1:
+                    raise ValueError(f"an operator is named 'namespace::name', not {op!r}")
+                # A user's formula stays, even when it came before our own families were loaded.
+                if family != "user" and op in _registry:
+                    continue
                 _registry[op] = Formula(
                     op=op,
                     function=function,

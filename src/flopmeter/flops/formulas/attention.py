@@ -1,4 +1,4 @@
-"""How many FLOPs does attention need, whichever kernel runs it? One row per operator: its arguments, in schema order.
+"""How many FLOPs does attention need, whichever kernel runs it? One row for each order of arguments, as in the schema.
 
 Forward: two products, of D (queries by keys) and Dv (probabilities by values) multiply-adds for each query-key pair.
 Backward: the four products of the chain rule, two of D and two of Dv; fused kernels compute the scores once more, which
@@ -34,17 +34,16 @@ from flopmeter.flops.formulas import Spec, Work, formula
 from flopmeter.flops.formulas._product import attention_work, linear_flop
 
 HEADS_FIRST = """
-aten::scaled_dot_product_attention query key value attn_mask dropout_p is_causal
-aten::_scaled_dot_product_attention_math query key value attn_mask dropout_p is_causal
-aten::_scaled_dot_product_attention_math_for_mps query key value attn_mask dropout_p is_causal
+aten::scaled_dot_product_attention aten::_scaled_dot_product_attention_math
+    aten::_scaled_dot_product_attention_math_for_mps query key value attn_mask dropout_p is_causal
 aten::_scaled_dot_product_flash_attention_backward grad_out query key value out logsumexp starts_q starts_k max_q max_k
     dropout_p is_causal
 aten::_scaled_dot_product_flash_attention_for_cpu query key value dropout_p is_causal
 aten::_scaled_dot_product_flash_attention_for_cpu_backward grad_out query key value out logsumexp dropout_p is_causal
-aten::_scaled_dot_product_efficient_attention query key value attn_bias compute_log_sumexp dropout_p is_causal
+aten::_scaled_dot_product_efficient_attention aten::_scaled_dot_product_cudnn_attention
+    query key value attn_bias compute_log_sumexp dropout_p is_causal
 aten::_scaled_dot_product_efficient_attention_backward grad_out_ query key value attn_bias out logsumexp
     philox_seed philox_offset dropout_p grad_input_mask is_causal
-aten::_scaled_dot_product_cudnn_attention query key value attn_bias compute_log_sumexp dropout_p is_causal
 aten::_scaled_dot_product_cudnn_attention_backward grad_out query key value out logsumexp philox_seed philox_offset
     attn_bias starts_q starts_k max_q max_k dropout_p is_causal
 aten::_scaled_dot_product_fused_attention_overrideable query key value attn_bias dropout_p is_causal
@@ -75,12 +74,10 @@ flash_attn::_flash_attn_varlen_forward query key value cu_seqlens_q cu_seqlens_k
     dropout_p softmax_scale is_causal window_size_left window_size_right
 flash_attn::_flash_attn_varlen_backward dout query key value out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k
     max_q max_k dropout_p softmax_scale is_causal window_size_left window_size_right
-flash_attn_3::fwd query key value k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k
+flash_attn_3::fwd flash_attn_3::_flash_attn_forward query key value k_new v_new q_v out
+    cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k
     max_q max_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale
     softmax_scale is_causal window_size_left window_size_right attention_chunk
-flash_attn_3::_flash_attn_forward query key value k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new
-    seqused_q seqused_k max_q max_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary
-    q_descale k_descale v_descale softmax_scale is_causal window_size_left window_size_right attention_chunk
 flash_attn_3::bwd dout query key value out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k seqused_q seqused_k
     max_q max_k softmax_scale is_causal window_size_left window_size_right
 flash_attn_3::_flash_attn_backward dout query key value out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q sequed_k
@@ -173,10 +170,13 @@ def _packed_lengths(
 
 for _table in (HEADS_FIRST, TOKENS_FIRST):
     for _row in _table.replace("\n    ", " ").split("\n")[1:-1]:
-        _op, *_names = _row.split()
-        formula(_row, values=[name for name in _names if name in _OFFSETS], composite=_op in _COMPOSITE)(
-            partial(_attention, _op, _table is HEADS_FIRST)
-        )
+        _names = [word for word in _row.split() if "::" not in word]
+        for _op in _row.split()[: -len(_names)]:
+            formula(
+                " ".join((_op, *_names)),
+                values=[name for name in _names if name in _OFFSETS],
+                composite=_op in _COMPOSITE,
+            )(partial(_attention, _op, _table is HEADS_FIRST))
 
 
 @formula("aten::_scaled_dot_product_flash_attention")

@@ -26,49 +26,30 @@ def _batch_flop(tensor: Spec, weight: Spec) -> int:
     return multiply_add_flop(tensor.dtype) * batch * entries(weight)
 
 
-@formula(
-    "aten::cudnn_convolution_transpose input weight",
-    "aten::miopen_convolution_transpose input weight",
-    "aten::slow_conv_transpose2d input weight",
-    "aten::slow_conv_transpose3d input weight",
-    "mkldnn::_convolution_transpose_pointwise input weight",
-)
-@formula(
-    "aten::conv_transpose1d input weight",
-    "aten::conv_transpose2d input weight",
-    "aten::conv_transpose3d input weight",
-    composite=True,
-)
+@formula("""aten::cudnn_convolution_transpose aten::miopen_convolution_transpose aten::slow_conv_transpose2d
+    aten::slow_conv_transpose3d mkldnn::_convolution_transpose_pointwise input weight""")
+@formula("aten::conv_transpose1d aten::conv_transpose2d aten::conv_transpose3d input weight", composite=True)
 def everywhere(input: Spec, weight: Spec, **_: Any) -> int:
     """One filter application at each position of `input`."""
     return _batch_flop(input, weight) * prod(input.shape[2 - len(weight.shape) :])
 
 
 @formula(
-    "aten::convolution input weight bias stride padding dilation transposed",
-    "aten::_convolution input weight bias stride padding dilation transposed",
-    "aten::convolution_overrideable input weight bias stride padding dilation transposed",
+    """aten::convolution aten::_convolution aten::convolution_overrideable
+    input weight bias stride padding dilation transposed""",
     "aten::cudnn_convolution input weight padding stride dilation",
-    "aten::mkldnn_convolution input weight bias padding stride dilation",
-    "aten::miopen_convolution input weight bias padding stride dilation",
-    "aten::miopen_depthwise_convolution input weight bias padding stride dilation",
-    "aten::cudnn_convolution_relu input weight bias stride padding dilation",
-    "aten::miopen_convolution_relu input weight bias stride padding dilation",
-    "aten::cudnn_convolution_add_relu input weight z alpha bias stride padding dilation",
-    "aten::miopen_convolution_add_relu input weight z alpha bias stride padding dilation",
-    "aten::_slow_conv2d_forward input weight kernel_size bias stride padding",
-    "aten::slow_conv3d_forward input weight kernel_size bias stride padding",
-    "aten::slow_conv_dilated2d input weight kernel_size bias stride padding dilation",
-    "aten::slow_conv_dilated3d input weight kernel_size bias stride padding dilation",
-    "aten::_conv_depthwise2d input weight kernel_size bias stride padding dilation",
-    "aten::conv_depthwise3d input weight kernel_size bias stride padding dilation",
+    """aten::mkldnn_convolution aten::miopen_convolution aten::miopen_depthwise_convolution
+    input weight bias padding stride dilation""",
+    "aten::cudnn_convolution_relu aten::miopen_convolution_relu input weight bias stride padding dilation",
+    """aten::cudnn_convolution_add_relu aten::miopen_convolution_add_relu
+    input weight z alpha bias stride padding dilation""",
+    "aten::_slow_conv2d_forward aten::slow_conv3d_forward input weight kernel_size bias stride padding",
+    """aten::slow_conv_dilated2d aten::slow_conv_dilated3d aten::_conv_depthwise2d aten::conv_depthwise3d
+    input weight kernel_size bias stride padding dilation""",
     "mkldnn::_convolution_pointwise_ other input weight bias padding stride dilation",
 )
 @formula(
-    "aten::conv1d input weight bias stride padding dilation",
-    "aten::conv2d input weight bias stride padding dilation",
-    "aten::conv3d input weight bias stride padding dilation",
-    "aten::_convolution_mode input weight bias stride padding dilation",
+    "aten::conv1d aten::conv2d aten::conv3d aten::_convolution_mode input weight bias stride padding dilation",
     composite=True,
 )
 def convolution(

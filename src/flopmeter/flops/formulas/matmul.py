@@ -20,18 +20,9 @@ from flopmeter.flops.formulas._product import entries, linear_flop, multiply_add
 
 
 @formula(
-    "aten::mm left right",
-    "aten::bmm left right",
-    "aten::addmm added left right",
-    "aten::addmm_ added left right",
-    "aten::_addmm_activation added left right",
-    "aten::baddbmm added left right",
-    "aten::baddbmm_ added left right",
-    "aten::addbmm added left right",
-    "aten::addbmm_ added left right",
-    "aten::_int_mm left right",
-    "aten::_scaled_mm left right",
-    "aten::_scaled_mm_v2 left right",
+    "aten::mm aten::bmm aten::_int_mm aten::_scaled_mm aten::_scaled_mm_v2 left right",
+    """aten::addmm aten::addmm_ aten::_addmm_activation aten::baddbmm aten::baddbmm_ aten::addbmm aten::addbmm_
+    added left right""",
 )
 def product(left: Spec, right: Spec, **others: Any) -> int:
     """2mkn for each matrix of the batch: each stored value of one operand meets every column (row) of the other.
@@ -48,13 +39,7 @@ def product(left: Spec, right: Spec, **others: Any) -> int:
     raise ValueError("the work of a product of two sparse matrices depends on where their entries lie")
 
 
-@formula(
-    "aten::mv matrix",
-    "aten::addmv added matrix",
-    "aten::addmv_ added matrix",
-    "aten::dot matrix",
-    "aten::vdot matrix",
-)
+@formula("aten::mv aten::dot aten::vdot matrix", "aten::addmv aten::addmv_ added matrix")
 def with_vector(matrix: Spec, **_: Any) -> int:
     """2mk with a vector, 2k of two vectors."""
     return multiply_add_flop(matrix.dtype) * entries(matrix)
@@ -79,7 +64,7 @@ def trilinear(one: Spec, two: Spec, three: Spec, **expand: Sequence[int]) -> int
     return multiply_add_flop(one.dtype) * num_entries
 
 
-@formula("aten::addr added left right", "aten::addr_ added left right")
+@formula("aten::addr aten::addr_ added left right")
 def addr(left: Spec, right: Spec, **_: Any) -> int:
     """2mn: one multiply-add for each entry of the matrix."""
     return multiply_add_flop(left.dtype) * entries(left) * entries(right)
@@ -104,7 +89,7 @@ def linear_backward(input: Spec, weight: Spec, output_mask: Sequence[bool], **_:
     return linear_flop(input, weight) * sum(map(bool, output_mask[:2]))
 
 
-@formula("aten::matmul left right", "aten::linalg_matmul left right", composite=True)
+@formula("aten::matmul aten::linalg_matmul left right", composite=True)
 def matmul(left: Spec, right: Spec, **others: Any) -> int:
     """2mkn for each matrix of the broadcast batch; a vector is a row on the left, a column on the right."""
     *left_batch, rows, inner = (1, *left.shape)  # before a matrix, the 1 is a batch of one
@@ -142,10 +127,9 @@ def sparse_mm(sparse: Spec, dense: Spec, **_: Any) -> int:
 
 
 @formula(
-    "aten::_grouped_mm left right offs",
+    "aten::_grouped_mm transformers::grouped_mm_fallback left right offs",
     "aten::_scaled_grouped_mm left right scale_a scale_b offs",
     "aten::_scaled_grouped_mm_v2 left right scale_a recipe_a swizzle_a scale_b recipe_b swizzle_b offs",
-    "transformers::grouped_mm_fallback left right offs",
     values=("offs",),
 )
 def grouped_mm(left: Spec, right: Spec, offs: Spec | None = None, **others: Any) -> int:

@@ -26,10 +26,7 @@ def _matrices(weights: Any) -> list[Spec]:
 
 @formula("aten::mkldnn_rnn_layer input of_input of_state")
 @formula(
-    "aten::lstm_cell input hx of_input of_state",
-    "aten::gru_cell input hx of_input of_state",
-    "aten::rnn_tanh_cell input hx of_input of_state",
-    "aten::rnn_relu_cell input hx of_input of_state",
+    "aten::lstm_cell aten::gru_cell aten::rnn_tanh_cell aten::rnn_relu_cell input hx of_input of_state",
     composite=True,
 )
 def one_layer(input: Spec, of_input: Spec, of_state: Spec, **_: Any) -> int:
@@ -49,7 +46,7 @@ def mkldnn_rnn_layer_backward(
     return Work(full=needed, exact=needed, hardware=2 * (first + hidden))
 
 
-@formula("aten::_cudnn_rnn input weights", "aten::miopen_rnn input weights")
+@formula("aten::_cudnn_rnn aten::miopen_rnn input weights")
 def layers(input: Spec, weights: Sequence[Spec], **_: Any) -> int:
     """All layers and directions: weights x tokens."""
     return linear_flop(input, *_matrices(weights))
