@@ -149,6 +149,6 @@ def test_whoever_has_last_words_of_its_own_keeps_the_line_away(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with TrainingMonitor(tmp_path, {"monitoring": {"sinks": ["console"]}}) as monitor:
-        monitor.is_silent_at_end = True
+        monitor.run.is_silent_at_end = True
         monitor.log_step(1)
     assert "flopmeter: " not in capfd.readouterr().err

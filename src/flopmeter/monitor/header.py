@@ -8,6 +8,8 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -81,6 +83,8 @@ def device_uuid(device: torch.device) -> str | None:
 
 def make_sampler(model: nn.Module | None) -> ResourceSampler:
     """What samples the machine in the background."""
+    with suppress(ImportError):  # on this thread: Python forgets a Ctrl-C when a module is loaded beside its end
+        import_module("psutil")
     device = device_of(model)
     # Asked for here: properties of a device start it, which is the training thread's business.
     total = {each: total_bytes for each in devices_of(model) if (total_bytes := _total_bytes(each))}

@@ -423,7 +423,7 @@ class Worker:
         logs: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
         newest: Delivery | None = None
         while self.queue and num_lines < self._flush_every:
-            if num_lines:
+            if num_lines and len(self.queue) + self._num_in_hand < 2 * self._flush_every:  # else it waits for us
                 time.sleep(BREATH_S)
             num_items = min(STEPS_AT_ONCE, len(self.queue), self._flush_every - num_lines)
             self._num_in_hand += num_items

@@ -85,8 +85,9 @@ class FrameWatch:
             return
         if self._burst is None or not self._burst.is_alive():
             self._next_s = float("inf")
-            self._burst = threading.Thread(target=self._run, name="flopmeter-frames", daemon=True)
-            self._burst.start()
+            burst = threading.Thread(target=self._run, name="flopmeter-frames", daemon=True)
+            burst.start()
+            self._burst = burst  # started: `close` may come from the training thread at any time
 
     def close(self) -> None:
         """The run is over: tell what was seen."""
