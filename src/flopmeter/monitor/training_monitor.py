@@ -282,9 +282,11 @@ class TrainingMonitor:
                 kind = type(value)
                 if kind is float:
                     values[name] = value
+                elif kind is int and -MOST < value < MOST:
+                    values[name] = float(value)
                 elif kind is Tensor and not is_seen and value.is_cpu and not value.dim() and value.is_floating_point():
                     values[name] = value.item()  # nothing to wait for
-                elif (number := self._number("log_step", name, value)) is not None:
+                elif value is not None and (number := self._number("log_step", name, value)) is not None:
                     values[name] = number
                     has_late = has_late or type(number) is LateNumber
             if skip_wandb is not False:
