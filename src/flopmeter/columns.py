@@ -101,7 +101,7 @@ def at(column: array[float], parts: Iterable[range]) -> array[float]:
     """The values at these stretches of positions, end to end."""
     values = array("d")
     for part in parts:
-        values += column[part.start : part.stop]
+        values.extend(column[part.start : part.stop])
     return values
 
 
