@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 import operator
-import statistics
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,18 +144,18 @@ def work_of(law: Mapping[str, Any], amounts: Measured, convention: str, num_step
     """
     other, processed = ("full", "processed") if convention == "exact" else ("exact", "full")
     names = {"model_flop": convention, "hardware_flop": "hardware", "processed_flop": processed, OTHER_FLOP: other}
-    return {
-        kind: {
-            dtype: reduce(
-                operator.add,
-                [flop * (num_steps if name == "once" else amounts.get(name, 0)) for name, flop in parts.items()]
-                or [0.0],
-            )
-            for dtype, parts in law[own].items()
-        }
-        for kind, own in names.items()
-        if law.get(own)
-    }
+    found: dict[str, Any] = {}
+    for kind, own in names.items():
+        if law.get(own):
+            # Without padding, say, some of them are alike: a run of a million steps then has one column of both.
+            alike = next((other for other in found if law[names[other]] == law[own]), None)
+            found[kind] = found[alike] if alike else {
+                dtype: reduce(operator.add, [
+                    flop * (num_steps if name == "once" else amounts.get(name, 0)) for name, flop in parts.items()
+                ] or [0.0])
+                for dtype, parts in law[own].items()
+            }  # fmt: skip
+    return found
 
 
 def of_job(step: Measured, job: Mapping[str, float]) -> Measured:
@@ -342,12 +341,13 @@ def utilisation_columns(work: Columns, step_s: array[float], turns: Turns) -> Co
     """
     found: Columns = {}
     for (start, peaks), stop in zip(turns, [*(place for place, _ in turns[1:]), len(step_s)], strict=True):
-        step: dict[str, Any] = {"ns": Column(step_s[start:stop]) * 1e9}
+        inside = [range(start, stop)]
+        step: dict[str, Any] = {"ns": Column(at(step_s, inside)) * 1e9}
         for kind in FLOP:
             prefix = f"{ROW}{kind}/"
             dtypes = {key.removeprefix(prefix): key for key in work if key.startswith(prefix)}
             if dtypes:
-                step[kind] = _by_dtype({dtype: work[key][start:stop] for dtype, key in dtypes.items()})
+                step[kind] = _by_dtype({dtype: at(work[key], inside) for dtype, key in dtypes.items()})
         if DEVICE_NS in work:
             pairs = zip(work[DEVICE_NS][start:stop], step["ns"].values, strict=True)
             step["device_ns"] = Column(ns if of_job != of_job else of_job for of_job, ns in pairs)
@@ -418,7 +418,7 @@ def summarise(columns: Mapping[str, array[float]], steady: Sequence[range]) -> d
         return {}
     result = {
         "steady_steps": float(len(ordered)),
-        "step_time_median_s": statistics.median(ordered),
+        "step_time_median_s": (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2,
         "step_time_p95_s": ordered[math.ceil(0.95 * len(ordered)) - 1],
     }
     for key in columns:
