@@ -98,16 +98,21 @@ def stretches(places: range, left_out: Iterable[int]) -> list[range]:
 
 
 def at(column: array[float], parts: Iterable[range]) -> array[float]:
-    """The values at these stretches of positions, end to end."""
+    """The values at these stretches of positions, end to end; the very same column where that is all of it."""
+    parts = list(parts)
+    if parts == [range(len(column))] and isinstance(column, array):
+        return column
     values = array("d")
     for part in parts:
-        values += column[part.start : part.stop]
+        values.extend(column[part.start : part.stop])
     return values
 
 
 def tamed_column(values: array[float]) -> array[float]:
     """The column with NaN in place of every number beyond reason; the very same one where there is none."""
     if sum(map(abs, values)) < LARGEST:  # not so if there is a NaN
+        return values
+    if not any(LARGEST <= abs(value) < math.inf for value in values):
         return values
     return array("d", [math.nan if LARGEST <= abs(value) < math.inf else value for value in values])
 

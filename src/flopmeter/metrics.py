@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import math
 import operator
-import statistics
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partialmethod
+from functools import partialmethod, reduce
 from itertools import chain, compress, pairwise, repeat
 from typing import Any, TypeAlias
 
-from flopmeter.columns import LARGEST, finite, known, tamed_column
+from flopmeter.columns import LARGEST, at, finite, known, tamed_column
 from flopmeter.schema import PHASES
 from flopmeter.text import percent
 
@@ -70,6 +69,9 @@ WORK = (DEVICE_NS, DOUBT, *(f"{ROW}{kind}/" for kind in (*FLOP, OTHER_FLOP)))
 _OF_STEPS = ("perf/step_time", "perf/model_flop")
 """Metrics that are so much a step; all others are weighted by the time of the steps."""
 
+CHUNK = 1 << 13
+"""Of a long column, so many numbers at a time: as objects of Python's they take four times as much memory."""
+
 Columns: TypeAlias = "dict[str, array[float]]"
 Parts: TypeAlias = tuple[Sequence[float], Sequence[float]]
 Turns: TypeAlias = Sequence[tuple[int, Mapping[str, float]]]
@@ -87,8 +89,12 @@ class Column:
 
     def each(self, operation: Callable[[float, float], float], other: Any) -> Column:
         """The operation on each of them and the other: a column, too, or one number."""
-        others = other.values if isinstance(other, Column) else repeat(other)
-        return Column(list(map(operation, self.values, others)))  # an array is made of a list in half the time
+        found, values = array("d"), self.values
+        for start in range(0, len(values), CHUNK):
+            others = other.values[start : start + CHUNK] if isinstance(other, Column) else repeat(other)
+            # An array takes a list in half the time.
+            found.fromlist(list(map(operation, values[start : start + CHUNK], others)))
+        return Column(found)
 
     __add__ = __radd__ = partialmethod(each, operator.add)
     __sub__ = partialmethod(each, operator.sub)
@@ -138,14 +144,18 @@ def work_of(law: Mapping[str, Any], amounts: Measured, convention: str, num_step
     """
     other, processed = ("full", "processed") if convention == "exact" else ("exact", "full")
     names = {"model_flop": convention, "hardware_flop": "hardware", "processed_flop": processed, OTHER_FLOP: other}
-    return {
-        kind: {
-            dtype: sum(flop * (num_steps if name == "once" else amounts.get(name, 0)) for name, flop in parts.items())
-            for dtype, parts in law[own].items()
-        }
-        for kind, own in names.items()
-        if law.get(own)
-    }
+    found: dict[str, Any] = {}
+    for kind, own in names.items():
+        if law.get(own):
+            # Without padding, say, some of them are alike: a run of a million steps then has one column of both.
+            alike = next((other for other in found if law[names[other]] == law[own]), None)
+            found[kind] = found[alike] if alike else {
+                dtype: reduce(operator.add, [
+                    flop * (num_steps if name == "once" else amounts.get(name, 0)) for name, flop in parts.items()
+                ] or [0.0])
+                for dtype, parts in law[own].items()
+            }  # fmt: skip
+    return found
 
 
 def of_job(step: Measured, job: Mapping[str, float]) -> Measured:
@@ -176,15 +186,21 @@ def work_columns(rows: Columns, laws: Mapping[float, Mapping[str, Any]], convent
             by_law[number].append(place)  # type: ignore[attr-defined]
     for number in by_law.keys() & laws.keys():
         places, law = by_law[number], laws[number]
-        known = {name: _at(rows[ROW + name], places) for name in FIELDS if ROW + name in rows}
+        is_all = len(places) == len(numbers)
+        known = {name: rows[ROW + name] if is_all else array("d", map(rows[ROW + name].__getitem__, places))
+                 for name in FIELDS if ROW + name in rows}  # fmt: skip
         amounts = {  # an amount that a row lacks is 0; a sum is NaN where any value is
             name: Column([0.0 if value != value else value for value in values] if math.isnan(sum(values)) else values)
             for name, values in known.items()
         }
         for kind, parts in work_of(law, amounts, convention).items():
             for dtype, flop in parts.items():
-                values = flop.values if isinstance(flop, Column) else [flop] * len(places)
-                column = found.setdefault(f"{ROW}{kind}/{dtype}", array("d", [math.nan]) * len(numbers))
+                values = flop.values if isinstance(flop, Column) else array("d", [flop]) * len(places)
+                key = f"{ROW}{kind}/{dtype}"
+                if is_all and key not in found:
+                    found[key] = values
+                    continue
+                column = found.setdefault(key, array("d", [math.nan]) * len(numbers))
                 for place, value in zip(places, values, strict=True):
                     column[place] = value
     return found
@@ -272,7 +288,7 @@ def _nothing_if_little(amount: Any, total: Any) -> Any:
 def _one_over(number: Any) -> Any:
     """NaN where it is not above 0."""
     if isinstance(number, Column):
-        return Column([1 / value if value > 0 else math.nan for value in number.values])
+        return number.each(lambda value, nan: 1 / value if value > 0 else nan, math.nan)
     return 1 / number if number > 0 else math.nan
 
 
@@ -325,12 +341,13 @@ def utilisation_columns(work: Columns, step_s: array[float], turns: Turns) -> Co
     """
     found: Columns = {}
     for (start, peaks), stop in zip(turns, [*(place for place, _ in turns[1:]), len(step_s)], strict=True):
-        step: dict[str, Any] = {"ns": Column(step_s[start:stop]) * 1e9}
+        inside = [range(start, stop)]
+        step: dict[str, Any] = {"ns": Column(at(step_s, inside)) * 1e9}
         for kind in FLOP:
             prefix = f"{ROW}{kind}/"
             dtypes = {key.removeprefix(prefix): key for key in work if key.startswith(prefix)}
             if dtypes:
-                step[kind] = _by_dtype({dtype: work[key][start:stop] for dtype, key in dtypes.items()})
+                step[kind] = _by_dtype({dtype: at(work[key], inside) for dtype, key in dtypes.items()})
         if DEVICE_NS in work:
             pairs = zip(work[DEVICE_NS][start:stop], step["ns"].values, strict=True)
             step["device_ns"] = Column(ns if of_job != of_job else of_job for of_job, ns in pairs)
@@ -388,7 +405,7 @@ class Means:
         return {key: above / below for key, (above, below) in self._sums.items() if below > 0}
 
 
-def summarise(columns: Mapping[str, Sequence[float]], steady: Sequence[int]) -> dict[str, float]:
+def summarise(columns: Mapping[str, array[float]], steady: Sequence[range]) -> dict[str, float]:
     """The run in a few numbers, from the steps that are neither warm-up nor measured ones.
 
     Rates and shares are weighted by step time, which makes them those of the whole stretch. A column may hold NaN where
@@ -396,13 +413,12 @@ def summarise(columns: Mapping[str, Sequence[float]], steady: Sequence[int]) -> 
     """
     if "perf/step_time" not in columns:
         return {}
-    step_s = _at(columns["perf/step_time"], steady)
-    ordered = sorted(finite(step_s))
+    ordered = sorted(finite(at(columns["perf/step_time"], steady)))
     if not ordered:
         return {}
     result = {
         "steady_steps": float(len(ordered)),
-        "step_time_median_s": statistics.median(ordered),
+        "step_time_median_s": (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2,
         "step_time_p95_s": ordered[math.ceil(0.95 * len(ordered)) - 1],
     }
     for key in columns:
@@ -425,17 +441,12 @@ def certainty(summary: Mapping[str, float]) -> str | None:
     return f"predicted ({f'error so far {percent(doubt)}' if doubt < UNTESTED else 'not tested yet'})"
 
 
-def parts(columns: Mapping[str, Sequence[float]], key: str, places: Sequence[int], limit: float = LARGEST) -> Parts:
+def parts(columns: Mapping[str, array[float]], key: str, places: Sequence[range], limit: float = LARGEST) -> Parts:
     """What a metric over many steps is a sum over a sum of, step by step; a step that lacks either is left out."""
-    values = _at(columns[key], places)
-    below = array("d", [1.0]) * len(values) if key in _OF_STEPS else _at(columns["perf/step_time"], places)
+    values = at(columns[key], places)
+    below = array("d", [1.0]) * len(values) if key in _OF_STEPS else at(columns["perf/step_time"], places)
     above = array("d", map(operator.mul, values, below))
     if sum(map(abs, above)) < limit and sum(below) < limit and min(below, default=0.0) > 0:
         return above, below
     is_known = bytes(abs(a) < limit and 0 < b < limit for a, b in zip(above, below, strict=True))
     return array("d", compress(above, is_known)), array("d", compress(below, is_known))
-
-
-def _at(values: Sequence[float], places: Sequence[int]) -> Sequence[float]:
-    """The values at these places; not a copy where all are meant, for a run may have a million steps."""
-    return values if len(values) == len(places) else array("d", map(values.__getitem__, places))

@@ -69,7 +69,7 @@ _OF_STEPS -= {"goodput", "overhead_share"}
 
 def figures_of(run: Run, ratios: Mapping[str, Ratio]) -> dict[str, float | None]:
     """Every quantity of a run, from its steady steps; None where it is unknown."""
-    summary = summarise(run.columns, run.steady())
+    summary = summarise(run.columns, run.steady_stretches())
     figures: dict[str, float | None] = {name: summary.get(f"perf/{name}") for name in NAMES}
     figures |= {name: ratio.value() for name, ratio in ratios.items()}
     figures |= {f"step_time_{which}": summary.get(f"step_time_{which}_s") for which in ("median", "p95")}
@@ -79,7 +79,7 @@ def figures_of(run: Run, ratios: Mapping[str, Ratio]) -> dict[str, float | None]
 
 def ratios_of(run: Run) -> Mapping[str, Ratio]:
     """The figures whose noise the steps can tell, as sums over steps."""
-    columns, steady = {"perf/step_time": run.column("perf/step_time"), **run.columns}, run.steady()
+    columns, steady = {"perf/step_time": run.column("perf/step_time"), **run.columns}, run.steady_stretches()
     names = (*(_OF_STEPS & {key.removeprefix("perf/") for key in run.columns}), "step_time")
     ratios = {name: Ratio(*map(list, parts(columns, f"perf/{name}", steady, LARGEST))) for name in names}
     ratios["steps_per_second"] = Ratio(ratios["step_time"].below, ratios["step_time"].above)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
@@ -197,8 +197,8 @@ class Run:
             first = (self.starts or [0])[-1]
             parts = [range(max(part.start, first), part.stop) for part in self.steady_stretches() if part.stop > first]
         wanted = keys or [key for key in self.columns if key.startswith("perf/")]
-        columns = {key: at(self.columns[key], parts) for key in wanted if key in self.columns}
-        return summarise(columns, range(sum(map(len, parts)))) | self._doubt(parts)
+        columns = {key: self.columns[key] for key in wanted if key in self.columns}
+        return summarise(columns, parts) | self._doubt(parts)
 
     def _doubt(self, parts: Sequence[range]) -> dict[str, float]:
         """What `metrics.certainty` asks: how far off the FLOPs of these steps may be, and whether some are missing."""
@@ -365,6 +365,21 @@ class Rows:
         self._waiting = array("d")
         self._num_rows = 0
 
+    def begin_with(self, names: list[str]) -> bool:
+        """Whether these are the first columns."""
+        return list(islice(self._empty, len(names))) == names
+
+    def add_first(self, values: list[Any]) -> bool:
+        """One more row of the first columns alone; not so where a value is no number."""
+        try:
+            self._waiting.fromlist(values + [math.nan] * (len(self._empty) - len(values)))
+        except (TypeError, OverflowError):
+            return False
+        self._num_rows += 1
+        if len(self._waiting) >= MAX_WAITING:
+            self.deal()
+        return True
+
     def add(self, metrics: Mapping[str, Any]) -> bool:
         """One more row with whatever keys; says whether there was a column for each of them."""
         row, is_all = {**self._empty, **metrics}, True
@@ -375,14 +390,8 @@ class Rows:
                 self._columns[key] = array("d", [math.nan]) * self._num_rows
             is_all = len(row) == len(self._empty)
             row = {key: row[key] for key in self._empty}
-        try:
-            values = array("d", list(row.values()))
-        except (TypeError, OverflowError):
-            values = array("d", map(number, row.values()))
-        self._num_rows += 1
-        self._waiting.extend(values)
-        if len(self._waiting) >= MAX_WAITING:
-            self.deal()
+        if not self.add_first(list(row.values())):
+            self.add_first(list(map(number, row.values())))
         return is_all
 
     def deal(self) -> None:
@@ -416,6 +425,8 @@ class RunReader:
         self._written: dict[str, array[float]] = {}
         self._rows = Rows(self._written, MAX_COLUMNS)
         self._columns: list[str] = []
+        self._usual = (-1, -1)
+        """How long row and loop of a step are that have the first columns, in their order."""
         self._laws: dict[float, dict[str, Any]] = {}
         self._jobs: list[tuple[int, dict[str, float]]] = [(0, {})]
 
@@ -513,12 +524,7 @@ class RunReader:
     def _taken(self, raw: bytes) -> str | None:
         usual = usual_step(raw) if self.run.headers and len(raw) <= MAX_LINE_BYTES else None
         if usual is not None and _is_step_number(usual.step):  # as nearly all lines of a long run are
-            metrics = (
-                {**dict(zip(self.run.header.loop, usual.loop, strict=False)), **usual.metrics}
-                if usual.loop
-                else usual.metrics
-            )
-            return self._add_step(usual.step, usual.time, usual.marks, usual.row, metrics)
+            return self._add_step(usual.step, usual.time, usual.marks, usual.row, usual.loop, usual.metrics)
         if not raw.strip():
             return None
         if len(raw) > MAX_LINE_BYTES:
@@ -555,7 +561,7 @@ class RunReader:
         header = Header(**known)
         if header.rows[:1] != ["law"] or not all(isinstance(name, str) for name in (*header.rows, *header.loop)):
             raise RecordError(f"{self.run.path} has rows that this flopmeter cannot read: use the one that wrote it")
-        self._columns = [ROW + name for name in header.rows]
+        self._columns, self._usual = [ROW + name for name in header.rows], (-1, -1)
         self.run.headers.append(header)
         peaks = {dtype: peak for dtype, peak in header.peak.items() if isinstance(peak, Mapping)}
         self.run.turns.append((len(self.run), peaks))
@@ -569,24 +575,29 @@ class RunReader:
         loop = line.get("loop", [])
         if not _is_step_number(step) or not isinstance(metrics, dict) or not isinstance(row, list):
             return "a step without number or metrics"
-        told = dict(zip(self.run.header.loop, loop, strict=False)) if isinstance(loop, list) else {}
-        numbers = {key: number(value) for key, value in {**told, **metrics}.items()}
-        return self._add_step(step, number(line.get("time")), line.get("marks"), list(map(number, row)), numbers)
+        told = list(map(number, loop)) if isinstance(loop, list) else []
+        numbers = {key: number(value) for key, value in metrics.items()}
+        return self._add_step(step, number(line.get("time")), line.get("marks"), list(map(number, row)), told, numbers)
 
     def _add_step(
-        self, step: int, time_s: float, marks: Any, row: list[float], metrics: Mapping[str, Any]
+        self, step: int, time_s: float, marks: Any, row: list[float], loop: list[Any], metrics: Mapping[str, Any]
     ) -> str | None:
         if row:
             row[0] += MAX_LAWS * len(self.run.headers)
-            measured = dict(zip(self._columns, row, strict=False))
-            if not min(row) >= 0:
-                measured = {name: amount for name, amount in measured.items() if amount >= 0}
-            metrics = {**measured, **metrics}
         if isinstance(marks, list) and marks:
             self.run.marks[len(self.run.step)] = tuple(str(mark) for mark in marks)
         self.run.step.append(step)
         self.run.time.append(time_s)
-        return None if self._rows.add(metrics) else f"with metrics beyond the first {MAX_COLUMNS}"
+        lengths = len(row), len(loop)
+        # Most rows have the columns of the one before: no need to go by names.
+        if not metrics and lengths == self._usual and min(row) >= 0 and self._rows.add_first([*row, *loop]):
+            return None
+        names, of_loop = self._columns[: len(row)], self.run.header.loop[: len(loop)]
+        measured = {name: amount for name, amount in zip(names, row, strict=False) if amount >= 0}
+        is_all = self._rows.add({**measured, **dict(zip(of_loop, loop, strict=False)), **metrics})
+        is_named = row and lengths == (len(names), len(of_loop)) and self._rows.begin_with([*names, *of_loop])
+        self._usual = lengths if is_named else (-1, -1)
+        return None if is_all else f"with metrics beyond the first {MAX_COLUMNS}"
 
     def _event(self, line: dict[str, Any]) -> str | None:
         if len(self.run.events) >= MAX_EVENTS:

@@ -202,7 +202,7 @@ def glance_at(path: Path, root: Path, name: str, title: str, now_s: float) -> Gl
     except (OSError, RecordError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).replace(str(path), "it")
         return Glance(name=name, title=title, state="unreadable", updated_at=updated_at, problem=clean(str(reason)))
-    header, means = run.header, summarise(run.columns, run.steady())
+    header, means = run.header, summarise(run.columns, run.steady_stretches())
     if run.summary and isinstance(run.summary.get("metrics"), dict):
         means |= {key: value for key, value in run.summary["metrics"].items() if number(value) is not None}
     step_s = number(means.get("step_time_median_s"))

@@ -39,7 +39,8 @@ class Amount:
     def deviation_s(self) -> float:
         """Usual distance of a step from the mean."""
         seconds = self._again()
-        return math.dist(seconds, [self.mean_s] * len(seconds)) / math.sqrt(len(seconds))
+        # Without a list of a million numbers, as `math.dist` would make two.
+        return math.sqrt(sum((second_s - self.mean_s) ** 2 for second_s in seconds) / len(seconds))
 
 
 class Window:
