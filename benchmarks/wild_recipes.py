@@ -778,21 +778,24 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     Recipe(
         name="examples_gat",
-        truth="other operators (dropout and softmax over all pairs) 49 % of a step, matrix products 48 %",
-        right=frozenset({"memory_bound"}),
+        truth="other operators (dropout and softmax over all pairs) 49 % of a step, matrix products 48 %; looked at "
+        "again after a verdict: two evaluations behind every step, +30 % without them, by CPU time",
+        right=frozenset({"side_passes", "eval_pause", "memory_bound"}),
         kind="GNN/sequence", repository="examples", script="main.py",
         folder="gat",
         data=citations("gat/cora", 600),
         edits=(
             Edit("gat/main.py", r"idx\[:1200\], idx\[1200:1600\], idx\[1600:\]", "idx[:100], idx[100:200], idx[200:]"),
         ),
-        arguments=("--epochs", "36", "--no-accel", "--val-every", "100000"),
+        arguments=("--epochs", "36", "--no-accel", "--val-every", "5"),
+        removal=Variant((Edit("gat/main.py", r"= test\(model, .*\)", "= 0.0, 0.0"),)),
         losses=r"loss_train: (\S+)",
     ),
     Recipe(
         name="examples_time_sequence",
-        truth="float64: +21 % in float32, by CPU time",
-        right=frozenset({"fp32_matmul"}),
+        truth="float64: +21 % in float32, by CPU time; looked at again after a verdict: with 17.6 times the batch 2.4 "
+        "times the samples a CPU second",
+        right=frozenset({"fp32_matmul", "kernel_launch"}),
         environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
         kind="GNN/sequence", repository="examples", script="train.py",
         folder=".",
@@ -1052,8 +1055,9 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     Recipe(
         name="cleanrl_sac",
-        truth="matrix products 69 % of a step, other operators 13 %, Python 12 %, update 6 %",
-        right=frozenset({"healthy"}),
+        truth="matrix products 69 % of a step, other operators 13 %, Python 12 %, update 6 %; looked at again after a "
+        "verdict: matrix products 57 %, Python 27 %, other operators 13 %",
+        right=frozenset({"healthy", "own_code"}),
         kind="RL", repository="cleanrl", script="cleanrl/sac_continuous_action.py", on_path=(".",), chosen="after",
         arguments=(
             "--total-timesteps", "700", "--learning-starts", "300", "--no-cuda", "--buffer-size", "5000",

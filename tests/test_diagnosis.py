@@ -256,6 +256,15 @@ def test_a_cause_takes_its_symptoms_finding_away(tmp_path: Path) -> None:
     assert [finding.rule for finding in diagnose(plan.run(tmp_path)).findings] == ["eager_attention"]
 
 
+def test_a_finding_too_small_to_lead_takes_no_larger_one_away(tmp_path: Path) -> None:
+    # Steps of 200: 120 move memory, of which 8 are the scores'.
+    attention = {"calls": 12, "length": 512, "modules": ["blocks.0"]}
+    plan = HEALTHY.but(non_matmul_s=0.120, top=(("aten::_softmax", 0.008, 12),), facts={"eager_attention": attention})
+    found = diagnose(plan.run(tmp_path))
+    assert [finding.rule for finding in found.findings] == ["memory_bound", "eager_attention"]
+    assert not found.symptoms
+
+
 def test_a_window_is_judged_by_itself(tmp_path: Path) -> None:
     run = HEALTHY.but(pauses=(("checkpoint", 2.0),)).run(tmp_path)
     assert diagnose(run).findings[0].rule == "checkpoint_pause"

@@ -53,7 +53,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     """By expected gain, the largest first; one that puts all figures in doubt comes before them."""
     symptoms: tuple[Finding, ...]
-    """Findings that another one explains. Two runs are compared by these, too."""
+    """Findings that another one explains, which is as large or could lead. Two runs are compared by these, too."""
     not_checked: Mapping[str, str]
     """Rules whose check was skipped, and why."""
 
@@ -76,7 +76,12 @@ def diagnose(run: Run, start: int | None = None, stop: int | None = None) -> Dia
             not_checked[rule.name] = f"the rule failed on this record ({type(error).__name__})"
         else:
             found |= {rule.name: finding} if finding else {}
-    explained = {symptom for name in found for symptom in RULES[name].explains}
+    explained = {
+        symptom
+        for name, finding in found.items()
+        for symptom in RULES[name].explains
+        if symptom in found and (finding.lost >= found[symptom].lost or not _is_small(finding))
+    }
     findings = sorted((found[name] for name in found if name not in explained), key=_weight, reverse=True)
     mfu = evidence.waterfall.mfu
     return Diagnosis(
