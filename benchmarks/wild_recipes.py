@@ -960,7 +960,6 @@ RECIPES: tuple[Recipe, ...] = (
         truth="matrix products 67 % of a step, other operators (dropout) 22 %, Python 7 %",
         right=frozenset({"healthy", "memory_bound"}),
         kind="fine-tuning", repository="transformers", copied="examples/pytorch/language-modeling", script="run_mlm.py",
-        chosen="after",
         data=llama,
         edits=(Edit("run_mlm.py", r"evaluate\.load\(.*\)", "None"),),
         arguments=(
@@ -1002,7 +1001,7 @@ RECIPES: tuple[Recipe, ...] = (
         chosen="after",
         edits=(seeded("implementations/infogan/infogan.py"),),
         data=digits("data/mnist", 1600, 64),
-        arguments=("--n_epochs", "2", "--n_cpu", "0", "--batch_size", "32", "--sample_interval", "100000"),
+        arguments=("--n_epochs", "1", "--n_cpu", "0", "--batch_size", "32", "--sample_interval", "100000"),
         losses=r"loss: (\S+)\]",
     ),
     Recipe(
@@ -1058,7 +1057,7 @@ RECIPES: tuple[Recipe, ...] = (
         truth="matrix products 69 % of a step, other operators 13 %, Python 12 %, update 6 %; looked at again after a "
         "verdict: matrix products 57 %, Python 27 %, other operators 13 %",
         right=frozenset({"healthy", "own_code"}),
-        kind="RL", repository="cleanrl", script="cleanrl/sac_continuous_action.py", on_path=(".",), chosen="after",
+        kind="RL", repository="cleanrl", script="cleanrl/sac_continuous_action.py", on_path=(".",),
         arguments=(
             "--total-timesteps", "700", "--learning-starts", "300", "--no-cuda", "--buffer-size", "5000",
             "--env-id", "Pendulum-v1",
@@ -1077,7 +1076,7 @@ RECIPES: tuple[Recipe, ...] = (
         truth="tiny operators 44 to 59 % of a step, Python 38 to 49 %: 6,909 events in 20 ms of CPU",
         right=frozenset({"kernel_launch", "memory_bound", "own_code"}),
         read_steps=12,
-        kind="RL", repository="examples", script="reinforce.py", folder="reinforcement_learning", chosen="after",
+        kind="RL", repository="examples", script="reinforce.py", folder="reinforcement_learning",
         arguments=("--log-interval", "5"),
         edits=(Edit("reinforcement_learning/reinforce.py", r"count\(1\)", "range(1, 160)"),),
         losses=r"Average reward: (\S+)",
@@ -1118,6 +1117,102 @@ RECIPES: tuple[Recipe, ...] = (
                 "by_feature/gradient_accumulation.py", r"^(\s+)accelerator\.backward\(loss\)",
                 r"\g<0>\n\1print('loss', loss.item())",
             ),
+        ),
+        losses=r"\bloss (\S+)",
+    ),
+    # Chosen after the rules had been mended again, and frozen.
+    Recipe(
+        name="gan_acgan",
+        kind="GAN/diffusion", repository="PyTorch-GAN", script="acgan.py", folder="implementations/acgan",
+        chosen="after",
+        edits=(seeded("implementations/acgan/acgan.py"),),
+        data=digits("data/mnist", 1600, 64),
+        arguments=("--n_epochs", "1", "--n_cpu", "0", "--batch_size", "32", "--sample_interval", "100000"),
+        losses=r"D loss: (\S+),",
+    ),
+    Recipe(
+        name="gan_aae",
+        kind="GAN/diffusion", repository="PyTorch-GAN", script="aae.py", folder="implementations/aae", chosen="after",
+        edits=(seeded("implementations/aae/aae.py"),),
+        data=digits("data/mnist", 3200, 64),
+        arguments=("--n_epochs", "1", "--n_cpu", "0", "--batch_size", "64", "--sample_interval", "100000"),
+        losses=r"D loss: (\S+)\]",
+    ),
+    Recipe(
+        name="cleanrl_td3",
+        kind="RL", repository="cleanrl", script="cleanrl/td3_continuous_action.py", on_path=(".",), chosen="after",
+        arguments=(
+            "--total-timesteps", "700", "--learning-starts", "300", "--no-cuda", "--buffer-size", "5000",
+            "--env-id", "Pendulum-v1",
+        ),
+        edits=(
+            Edit("cleanrl/td3_continuous_action.py", r'infos\["final_observation"\]', "next_obs"),
+            Edit(
+                "cleanrl/td3_continuous_action.py",
+                r"^(\s+)writer\.add_scalar\(\"losses/qf1_loss\", (.*), global_step\)", r"\g<0>; print('loss', \2)",
+            ),
+        ),
+        losses=r"\bloss (\S+)",
+    ),
+    Recipe(
+        name="examples_imagenet_dummy",
+        kind="CNN", repository="examples", script="main.py", folder="imagenet", chosen="after",
+        edits=(
+            Edit("imagenet/main.py", r"1281167", "160"),
+            Edit("imagenet/main.py", r"50000", "4"),
+            Edit("imagenet/main.py", r"\(3, 224, 224\)", "(3, 96, 96)"),
+        ),
+        arguments=(
+            "--dummy", "--no-accel", "-a", "resnet18", "-b", "4", "-j", "0", "--epochs", "1", "-p", "5", "--seed", "1",
+        ),
+        losses=r"Loss (\S+)",
+    ),
+    Recipe(
+        name="examples_gcn",
+        kind="GNN/sequence", repository="examples", script="main.py", folder="gcn", chosen="after",
+        data=citations("gcn/cora"),
+        arguments=("--epochs", "120", "--no-accel", "--val-every", "10"),
+        removal=Variant((Edit("gcn/main.py", r"= test\(model, .*\)", "= 0.0, 0.0"),)),
+        losses=r"loss_train: (\S+)",
+    ),
+    Recipe(
+        name="examples_forward_forward",
+        kind="CNN", repository="examples", script="main.py", folder="mnist_forward_forward", chosen="after",
+        data=digits("mnist_forward_forward/data", 1000, 100),
+        arguments=("--epochs", "60", "--no_accel", "--train_size", "500", "--test_size", "100"),
+        edits=(seeded("mnist_forward_forward/main.py"),),
+        losses=r"Loss:  (\S+)",
+    ),
+    Recipe(
+        name="nanogpt_float64",
+        kind="LM", repository="nanoGPT", script="train.py", chosen="after",
+        data=char_tokens,
+        arguments=(*NANOGPT, "--max_iters=45", "--eval_interval=100000", "--eval_iters=1"),
+        cause=Variant((Edit("train.py", r"^import torch$", r"\g<0>; torch.set_default_dtype(torch.float64)"),)),
+        losses=NANOGPT_LOSSES,
+    ),
+    Recipe(
+        name="pytorch_cifar_slow_transform",
+        kind="CNN", repository="pytorch-cifar", script="main.py", chosen="after",
+        data=cifar(".", 360),
+        edits=(
+            Edit("main.py", r"torchvision\.datasets\.CIFAR10", '__import__("made").Cifar'),
+            seeded("main.py"),
+            Edit("utils.py", r"os\.popen\(.*\)\.read\(\)", "'24 80'"),
+            Edit("main.py", r"^net = SimpleDLA\(\)", "net = LeNet()"),
+            Edit("main.py", r"batch_size=128", "batch_size=8"),
+            Edit("main.py", r"start_epoch\+200", "start_epoch+1"),
+            Edit("main.py", r"^\s+progress_bar\(.*\n.*\)$", "        print('loss', loss.item())"),
+            Edit("main.py", r"num_workers=2", "num_workers=0"),
+        ),
+        cause=Variant(
+            (
+                Edit(
+                    "main.py",
+                    r"transforms\.RandomHorizontalFlip\(\),",
+                    r"\g<0> transforms.Lambda(lambda x: [sum(i * i for i in range(40_000)), x][1]),",
+                ),
+            )
         ),
         losses=r"\bloss (\S+)",
     ),
