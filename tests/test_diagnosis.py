@@ -196,7 +196,7 @@ def test_a_third_of_what_is_untold_leads_and_the_untold_is_told_before_it(tmp_pa
     plan = HEALTHY.but(num_profiles=0, matmul_s=0.711, data_wait_s=0.260)
     result = diagnose(plan.run(tmp_path))
     assert [finding.rule for finding in result.findings] == ["data_stall"]
-    words = "68.5 % of the time is unexplained (too few steps were sampled; train longer). What can be mended: the steps"
+    words = "68.5 % of the time is unexplained (too few steps were sampled; train longer). What can be mended: the "
     assert words in result.headline
 
 
