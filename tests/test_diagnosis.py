@@ -191,6 +191,15 @@ def test_most_untold_time_leads_even_beside_a_finding(tmp_path: Path) -> None:
     assert [finding.rule for finding in result.findings] == ["undetermined", "data_stall"]
 
 
+def test_a_third_of_what_is_untold_leads_and_the_untold_is_told_before_it(tmp_path: Path) -> None:
+    # Steps of 1000: 260 waiting for data, and 685 that no step was sampled to explain.
+    plan = HEALTHY.but(num_profiles=0, matmul_s=0.711, data_wait_s=0.260)
+    result = diagnose(plan.run(tmp_path))
+    assert [finding.rule for finding in result.findings] == ["data_stall"]
+    words = "68.5 % of the time is unexplained (too few steps were sampled; train longer). What can be mended: the "
+    assert words in result.headline
+
+
 def test_a_gain_beyond_twice_the_speed_is_told_as_a_multiple(tmp_path: Path) -> None:
     # 99 ms of work beside 901 of waiting: without 95 % of the wait 1000/(1000 - 855.95) = 6.9 times as fast.
     result = diagnose(HEALTHY.but(data_wait_s=0.901).run(tmp_path))
@@ -254,6 +263,15 @@ def test_a_cause_takes_its_symptoms_finding_away(tmp_path: Path) -> None:
     attention = {"calls": 12, "length": 512, "modules": ["blocks.0"]}
     plan = plan.but(facts={"eager_attention": attention})
     assert [finding.rule for finding in diagnose(plan.run(tmp_path)).findings] == ["eager_attention"]
+
+
+def test_a_finding_too_small_to_lead_takes_no_larger_one_away(tmp_path: Path) -> None:
+    # Steps of 200: 120 move memory, of which 8 are the scores'.
+    attention = {"calls": 12, "length": 512, "modules": ["blocks.0"]}
+    plan = HEALTHY.but(non_matmul_s=0.120, top=(("aten::_softmax", 0.008, 12),), facts={"eager_attention": attention})
+    found = diagnose(plan.run(tmp_path))
+    assert [finding.rule for finding in found.findings] == ["memory_bound", "eager_attention"]
+    assert not found.symptoms
 
 
 def test_a_window_is_judged_by_itself(tmp_path: Path) -> None:

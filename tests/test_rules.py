@@ -131,6 +131,11 @@ class TestKernelLaunch:
         reading = plan.but(num_ops=1000, facts={"host_syncs": {"aten::_local_scalar_dense": 200}})
         assert find("kernel_launch", tmp_path, reading).lost == pytest.approx((20 + 6) / 40)
 
+    def test_what_waits_for_a_core_may_have_put_into_the_gaps_is_not_claimed(self, tmp_path: Path) -> None:
+        # As above, with 4 ms of waiting, which may all have been in the gaps: 6 - 4 + 4 of 20.
+        plan = PLAN.but(matmul_s=0.007, non_matmul_s=0.002, gap_s=0.006, optimizer_s=0.004, waited_s=0.004)
+        assert find("kernel_launch", tmp_path, plan).lost == pytest.approx(0.3)
+
     def test_an_update_in_a_loop_is_not_counted(self, tmp_path: Path) -> None:
         plan = PLAN.but(optimizer_s=0.1, facts={"optimizer": "for-loop"})
         assert look("kernel_launch", tmp_path, plan) is None
@@ -521,6 +526,15 @@ class TestMemoryBound:
         # this part by chance, give or take 2 sqrt(4 x 0.6 x 0.4) of 10 ms each.
         lost_s = 0.120 - 2 * math.sqrt(4 * 0.6 * 0.4) * 0.010
         assert find("memory_bound", tmp_path, self.moving.but(waited_s=0.040)).lost == pytest.approx(lost_s / 0.2)
+
+    def test_some_of_them_must_be_sure(self, tmp_path: Path) -> None:
+        # 23 of 100 ms. Waits of 1 ms can put no more than that there. Waits of 8 ms leave 2 sqrt(0.8 x 0.23 x 0.77) of
+        # 10 ms to chance, which is 7.5; waits of 10 ms 8.4, and 14.6 are too few.
+        plan = PLAN.but(matmul_s=0.067, non_matmul_s=0.023)
+        assert find("memory_bound", tmp_path, plan.but(waited_s=0.001)).lost == pytest.approx(0.22)
+        chance_s = 2 * math.sqrt(0.8 * 0.23 * 0.77) * 0.010
+        assert find("memory_bound", tmp_path, plan.but(waited_s=0.008)).lost == pytest.approx((0.023 - chance_s) / 0.1)
+        assert look("memory_bound", tmp_path, plan.but(waited_s=0.010)) is None
 
     def test_matmuls_and_collectives_of_a_gpu_are_not_among_them(self, tmp_path: Path) -> None:
         kernels = ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNN", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "pow_kernel")

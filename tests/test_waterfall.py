@@ -431,3 +431,16 @@ def test_a_sampled_step_is_stretched_as_waits_for_a_core_stretch_the_others(
     assert fall.seconds("non_matmul") == pytest.approx(40 * 0.010 * stretch)
     assert fall.seconds("launch_gaps") == pytest.approx(40 * 0.002 * stretch)
     assert fall.seconds("unexplained") == pytest.approx(40 * 0.047 * (2 - stretch), abs=1e-9)
+
+
+def test_a_wait_for_a_core_that_hit_one_kind_of_work_is_told_by_the_other_sampled_steps(tmp_path: Path) -> None:
+    # Waits stretch ordinary steps to 70 + 20 + 10 ms. Sampled ones compute for a twentieth of that, 3.5 + 1 + 0.5, and
+    # a wait of 20 ms falls into the products of the first, the other operators of the second, the gaps of the third.
+    plan = HEALTHY.but(gap_s=0.010, num_profiles=0)
+    sampled = plan.but(matmul_s=0.0035, non_matmul_s=0.001, gap_s=0.0005, waited_s=0.020)
+    hit = [sampled.but(matmul_s=0.0235), sampled.but(non_matmul_s=0.021), sampled.but(gap_s=0.0205)]
+    waits = event("resources", START_S + 2, metrics={"resource/cpu_wait_share": 0.8})
+    run = plan.but(events=(*(each.profile(START_S + 3) for each in hit), waits)).run(tmp_path)
+    found = seconds_of(run.waterfall())
+    names = ("matmul_below_peak", "non_matmul", "launch_gaps", "unexplained")
+    assert [found[name] for name in names] == pytest.approx([40 * 0.020, 40 * 0.020, 40 * 0.010, 0.0])

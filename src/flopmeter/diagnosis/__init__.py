@@ -35,6 +35,8 @@ STANDINGS: tuple[tuple[float, Standing], ...] = ((0.5, "good"), (0.2, "fair"), (
 wrong."""
 MUCH_LARGER = 2.0
 """A part of the time that is so many times a finding's loss, and none that it comes from, is named before it."""
+UNTOLD = 3.0
+"""With so many times its loss untold, a finding does not lead."""
 WORTH_NAMING = 0.05
 """Smallest part of the time that the rest is said to consist of."""
 
@@ -53,7 +55,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     """By expected gain, the largest first; one that puts all figures in doubt comes before them."""
     symptoms: tuple[Finding, ...]
-    """Findings that another one explains. Two runs are compared by these, too."""
+    """Findings that another one explains, which is as large or could lead. Two runs are compared by these, too."""
     not_checked: Mapping[str, str]
     """Rules whose check was skipped, and why."""
 
@@ -76,7 +78,12 @@ def diagnose(run: Run, start: int | None = None, stop: int | None = None) -> Dia
             not_checked[rule.name] = f"the rule failed on this record ({type(error).__name__})"
         else:
             found |= {rule.name: finding} if finding else {}
-    explained = {symptom for name in found for symptom in RULES[name].explains}
+    explained = {
+        symptom
+        for name, finding in found.items()
+        for symptom in RULES[name].explains
+        if symptom in found and (finding.lost >= found[symptom].lost or not _is_small(finding))
+    }
     findings = sorted((found[name] for name in found if name not in explained), key=_weight, reverse=True)
     mfu = evidence.waterfall.mfu
     return Diagnosis(
@@ -108,7 +115,7 @@ def _is_open(found: Iterable[Finding], evidence: Evidence) -> bool:
     if any(finding.is_doubt for finding in causes):
         return False
     most = max((finding.lost for finding in causes), default=0.0)
-    return all(map(_is_small, causes)) or (evidence.is_untold and most < evidence.untold_s / evidence.wall_s)
+    return all(map(_is_small, causes)) or (evidence.is_untold and most < evidence.untold_s / evidence.wall_s / UNTOLD)
 
 
 def _is_small(finding: Finding) -> bool:
@@ -182,5 +189,6 @@ def _sentence(part: Part, evidence: Evidence) -> str:
     """What a large part of the time says by itself."""
     if part.name == "matmul_below_peak" and (speed := matmul_speed(evidence)):
         return f"matmuls run at {speed} of the peak, which costs {percent(part.share)} of the time"
-    spent = "is" if part.name == "unexplained" else "goes into"
-    return f"{percent(part.share)} of the time {spent} {_label(part, evidence)}"
+    if part.name == "unexplained":
+        return f"{percent(part.share)} of the time is unexplained ({evidence.why_untold[0]})"
+    return f"{percent(part.share)} of the time goes into {_label(part, evidence)}"

@@ -279,8 +279,9 @@ class Evidence:
         that takes the share p of the step, give or take twice d sqrt(n p (1 - p)).
         """
         share = min(max(self.share(part), 0.0), 1.0)
-        waited_s = self.sampled.waited_s / self.sampled.num_profiles if self.sampled else 0.0
-        return 2 * self.num_steps * math.sqrt(waited_s * OFF_CORE_S * share * (1 - share))
+        waited_s, longer = (self.sampled.waited_s, max(self.sampled.kept, 1.0)) if self.sampled else (0.0, 1.0)
+        chance_s = 2 * math.sqrt(waited_s * OFF_CORE_S * share * (1 - share))
+        return min(self.num_steps * longer * min(chance_s, waited_s), self.wall_s)
 
     def percent(self, seconds: float) -> str:
         """Seconds of the window as a share of the wall time, in words."""

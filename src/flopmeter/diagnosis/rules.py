@@ -141,7 +141,7 @@ OPERATOR_S = 7.5e-6
 def kernel_launch(e: Evidence, rule: Rule) -> Finding | None:
     """A high fixed cost a step."""
     e.share("launch_gaps")
-    gap_s = e.launching_s - e.sync_gap_s
+    gap_s = max(e.launching_s - e.sync_gap_s - e.chance_s("launch_gaps"), 0.0)
     update_s = e.seconds_or_zero("optimizer") if e.facts.optimizer in LIGHT_OPTIMIZERS else 0.0
     found = [f"nothing runs for {e.percent(gap_s)} of the time, while the host prepares operators"]
     if update_s:
@@ -155,7 +155,7 @@ def kernel_launch(e: Evidence, rule: Rule) -> Finding | None:
     return e.finding(
         rule,
         "each step does too little work: {} of the time is the fixed cost of a step",
-        max(gap_s + _starting_s(e), 0.0) + update_s,
+        gap_s + _starting_s(e) + update_s,
         found,
         saved=(0.5, 15 / 16, 1.0),
     )
@@ -309,7 +309,9 @@ def _phase_name(phase: Any) -> str:
 
 
 def memory_bound(e: Evidence, rule: Rule) -> Finding | None:
-    """A high share of operators other than matmuls."""
+    """A high share of operators other than matmuls, of which no more is claimed than is sure."""
+    if e.share("non_matmul") < MUCH_MOVED:
+        return None
     moving_s, is_compiled = e.least_s("non_matmul"), e.facts.is_compiled
     rows = e.sampled.top if e.sampled else ()
     own = [row for row in rows if not (is_matmul(row[0]) or is_communication(row[0]) or _OTHERS.search(row[0]))]
@@ -323,6 +325,8 @@ def memory_bound(e: Evidence, rule: Rule) -> Finding | None:
     )
 
 
+SURELY_MOVED = 0.15
+"""Share of the time that must be sure, where chance may have put the rest of it there."""
 _OTHERS = re.compile(r"mm(_|$)|conv|gloo|memcpy|optimizer|fused_?adam", re.IGNORECASE)
 """Names of matmuls, communication and updates on a CPU, and of copies: none of these operators."""
 _SCORES = r"(?<!log_)softmax|masked_fill|::where|::tril|::triu"
@@ -686,7 +690,7 @@ _RULES = (
     Rule(name="impossible_mfu", look=impossible_mfu),
     # Operators that are too small spend their time on being started.
     Rule(name="kernel_launch", look=kernel_launch, parts=_STARTING, threshold=0.2, explains=("memory_bound",)),
-    Rule(name="memory_bound", look=memory_bound, parts=("non_matmul",), threshold=MUCH_MOVED),
+    Rule(name="memory_bound", look=memory_bound, parts=("non_matmul",), threshold=SURELY_MOVED),
     Rule(name="optimizer_heavy", look=optimizer_heavy, parts=("optimizer",), leads_from=_WANTED),
     Rule(name="own_code", look=own_code, parts=("own_code",), threshold=0.1, leads_from=_WANTED),
     Rule(name="padding_waste", look=padding_waste, parts=(*_WORK, "unexplained"), leads_from=_WANTED),

@@ -9,6 +9,10 @@ sampled one, the device idles for longer in them, and the gaps are larger. On a 
 sampled step that was faster than ordinary ones is stretched as a whole, as the waits stretch them. Elsewhere it is left
 as it is, and leaves something unexplained. What was taken off a part is its uncertainty.
 
+Where the thread waits for a core, a wait falls into whatever ran at that moment, and may be longer than all that a
+small step does. It hardly falls into the same twice: of several such steps, the least that each kind of work took has
+next to none of it. Where that gets rid of less than half of the waits, there are so many that chance evens them out.
+
 A profile may see some of the loop's own code as well, that between the forward and the backward pass. Then the surplus
 is known only between two bounds, and what the whole step took beyond a typical one decides within them. So much of the
 gaps, as far as they go, is own code: what a loop does between its passes is Python more often than operators.
@@ -19,6 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -70,7 +76,7 @@ class Sampled:
     kept: float
     """Seconds of operators in these seconds over those of the latest sampled step as it was recorded."""
     waited_s: float
-    """For how long the thread waited for a core in one of them; 0 where that is not known."""
+    """How much waiting for a core is in these seconds, over the number of steps that evens it out; 0 where unknown."""
     top: tuple[tuple[str, float, float], ...]
     """Name, seconds (corrected) and calls of the longest operators of the latest sampled step."""
 
@@ -87,6 +93,11 @@ def reduce_profiles(
     usable = [event for event in events if _seconds(event)][0 if are_all else -MAX_PROFILES :]
     if not usable:
         return None
+    num_profiles, waited_s = len(usable), median(map(_waited_s, usable)) / len(usable)
+    if ordinary is not None and ordinary.is_starved and num_profiles > 1:
+        least = _least(usable)
+        if _waited_s(least) < waited_s * num_profiles / 2:
+            usable, waited_s = [least], _waited_s(least)
     middle = fmean if are_all else median
     profiles = [_seconds(event) for event in usable]
     surpluses_s = [_surplus_s(event, ordinary) for event in usable]
@@ -109,13 +120,13 @@ def reduce_profiles(
     own_gap_s = min(own_s, found.get("gap_s", 0.0))
     return Sampled(
         device="cuda" if is_gpu else "cpu",
-        num_profiles=len(profiles),
+        num_profiles=num_profiles,
         seconds={**found, "gap_s": found["gap_s"] - own_gap_s} if "gap_s" in found else found,
-        uncertainty_s={key: abs(median(values)) for key, values in taken_off.items()},
+        uncertainty_s={key: max(median(values), 0.0) for key, values in taken_off.items()},
         num_ops=median(known(event.get("num_ops") for event in usable) or [math.nan]),
         own_operators_s=own_s - own_gap_s,
         own_idle_s=min(max(ordinary.compute_s - inside_s, 0.0), ordinary.loop_s) if ordinary and is_gpu else 0.0,
-        waited_s=median(math.fsum(known([event.get("waited_s")])) for event in usable),
+        waited_s=waited_s,
         kept=_kept(profiles[-1], corrected[-1]),
         top=_top(usable[-1].get("top"), _kept(profiles[-1], corrected[-1])),
     )
@@ -124,6 +135,24 @@ def reduce_profiles(
 def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
     found = {key: number_or_nan(event.get(key)) for key in (*INSIDE, *BESIDE)}
     return {key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def _waited_s(event: Mapping[str, Any]) -> float:
+    return math.fsum(known([event.get("waited_s")]))
+
+
+def _least(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A step of the least that each kind of work took in any of these, and the waits that must still be in it."""
+    profiles = [_seconds(event) for event in events]
+    found = {key: min(profile[key] for profile in profiles if key in profile) for key in {*chain(*profiles)}}
+    computed_s = known(number_or_nan(event.get("step_s")) - _waited_s(event) for event in events)
+    tops = [{name: row for name, *row in rows} for event in events if (rows := _top(event.get("top"), 1.0))]
+    longest = {name: [name, *row] for top in tops for name, row in top.items()}
+    for name, row in longest.items():  # what is not listed took less than all that is
+        row[1] = min(top.get(name, min(top.values()))[0] for top in tops)
+    waited_s = max(math.fsum(found.values()) - min(computed_s, default=0.0), 0.0)
+    top = sorted(longest.values(), key=itemgetter(1), reverse=True)
+    return {**events[-1], **found, "top": top, "step_s": None, "waited_s": waited_s}
 
 
 def _surplus_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
