@@ -111,6 +111,7 @@ def goodput(run: Run) -> Goodput:
     step_s = run.column("perf/step_time")
     pauses = find_pauses(run.events)
     starts = _starts(run, step_s, pauses)
+    pauses = [pause for pause in pauses if not pause.end_s <= starts[0].at_s]  # before the wall time began
     are_numbered = _are_numbered(run, starts)
     kept, lost = _judge_steps(run.step, starts, are_numbered)
     measuring_s = max(math.fsum(_surpluses(run, step_s, kept)), 0.0)

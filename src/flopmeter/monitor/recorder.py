@@ -485,6 +485,7 @@ class Recorder:
             self._begin_step()
         try:
             with DisableTorchFunction():  # a function mode of the user's sees none of our calls
+                self.tell_roles()  # told later, their time would be start-up as well, or of a run that had not begun
                 self._begin_run()
                 if self.source is not None:
                     self.source.note_call(args, kwargs)
