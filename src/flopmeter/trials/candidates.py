@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 FP32, TF32, BF16 = 2.0**-23, 2.0**-10, 2.0**-8
 """Relative error of one operation in these formats."""
 MAX_WORKERS, PREFETCH, MORE_SAMPLES = 4, 4, 2
+MAX_WAITED = 0.2
+"""Share of its time that the training thread waits for a core, above which more threads would wait, too."""
 
 
 class Seen(NamedTuple):
@@ -428,9 +430,11 @@ def gc_frozen(trial: Trial) -> Iterator[None]:
 
 def _has_threads(seen: Seen) -> str:
     num, cores = seen.facts["num_threads"], seen.facts["num_cores"]
-    return (
-        "a GPU computes" if seen.facts["device"] != "cpu" else f"{num} threads, {cores} cores" if num >= cores else ""
-    )
+    if seen.facts["device"] != "cpu":
+        return "a GPU computes"
+    if num >= cores:
+        return f"{num} threads, {cores} cores"
+    return "other programs hold the cores" if seen.facts["waited_share"] > MAX_WAITED else ""
 
 
 @_candidate(

@@ -36,8 +36,8 @@ LEAST_GRADIENT, LEAST_LOSS, LEAST_LATER = 1e-3, 1e-4, 1e-2
 """What sums in another order come to in fp32, whatever the change."""
 MAX_SHOWN = 10.0
 """Ten times their size apart: nothing is left to compare."""
-MIN_GROWTH_BYTES, MIN_GROWTH_SHARE, MIN_RISES = 16e6, 0.75, 3
-"""Memory keeps growing when it would end so much higher, and does so in most of several blocks."""
+MIN_GROWTH_BYTES, MIN_GROWTH_SHARE, MIN_RISES = 12e6, 0.75, 3
+"""Memory keeps growing when it has grown by so much, and has done so in most of several blocks."""
 
 
 def block_s(block: Mapping[str, Any], *, is_wall: bool = False) -> float:
@@ -227,16 +227,14 @@ def _growth(blocks: Sequence[Mapping[str, Any]]) -> float:
     """Bytes a step by which the memory in use keeps growing, in blocks of a kind or from one to the next; else 0."""
     num = sum(len(block["seconds"]) for block in blocks)
     ends = [block["memory_bytes"] or 0.0 for block in blocks]
-    inside = [
-        (end - (block["early_bytes"] or 0.0)) / max(len(block["seconds"]) - EARLY_STEPS, 1)
-        for end, block in zip(ends, blocks, strict=True)
-    ]
-    across = [(later - earlier) * len(ends) / num for earlier, later in pairwise(ends)]
+    inside = [end - (block["early_bytes"] or 0.0) for end, block in zip(ends, blocks, strict=True)]
+    across = [later - earlier for earlier, later in pairwise(ends)]
     found = 0.0
-    for rises in (inside, across):
-        if len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE:
-            found = max(found, median(rises))
-    return found if found * num >= MIN_GROWTH_BYTES else 0.0
+    for rises, steps in ((inside, num / max(len(blocks), 1) - EARLY_STEPS), (across, num / max(len(blocks), 1))):
+        is_steady = len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE
+        if is_steady and sum(rises) >= MIN_GROWTH_BYTES:
+            found = max(found, median(rises) / max(steps, 1))
+    return found
 
 
 def settle(row: Row) -> None:

@@ -55,6 +55,7 @@ PATIENCE = 3.0
 """A process may take so many times as long as was expected."""
 BUSY = 0.05
 """Share of its time that the training thread waited for a core, from which on it is said."""
+LATE = "it was not done after"
 SAFETY = (
     "The program is run again and again, each time for a few steps, in a copy of this folder where that is small. "
     "Whether it is safe to repeat (it deletes, uploads, or talks to a service) is yours to judge."
@@ -160,14 +161,16 @@ class Trials:
             raise FlopmeterError(self._why_nothing(done))
         self._num_steps = 0 if found["is_whole"] else found["num_steps"]
         self._first = found
+        waited_s = sum(second for block in found["blocks"] for second in block["waited"])
+        facts = found["facts"] | {"loaders": found["loaders"], "waited_share": waited_s / sum(times)}
         self.tried.step_s, self.tried.startup_s = median(times), found["startup_s"]
         self.tried.trainer = found["facts"]["trainer"]
         try:
             run = load_run(self._launcher.output_dir)
-            return Seen(found["facts"] | {"loaders": found["loaders"]}, diagnose(run), run.last("facts"))
+            return Seen(facts, diagnose(run), run.last("facts"))
         except RecordError as error:
             self.tried.notes.append(f"nothing was predicted: {error}")
-            return Seen(found["facts"] | {"loaders": found["loaders"]}, None, {})
+            return Seen(facts, None, {})
 
     def _why_nothing(self, done: Ended) -> str:
         found, said = done.seen, f" ({done.reason})" if done.reason else ""
@@ -247,11 +250,11 @@ class Trials:
             self._size = size
             if self._first_round_s(jobs) <= 0.7 * self.left_s:
                 return jobs
-        while jobs and self._first_round_s(jobs) > self.left_s:
-            gone = jobs.pop()
-            wanted = seconds(self._first_round_s([gone]))
-            why = f"the budget has no room: it would take {wanted}, and {seconds(self.left_s)} are left"
-            self._rows[gone.name].reason = why
+        while jobs and (wanted_s := self._first_round_s(jobs)) > self.left_s:
+            gone = self._rows[jobs.pop().name]
+            gone.reason = (
+                f"the budget has no room: a round with it takes {seconds(wanted_s)}, {seconds(self.left_s)} are left"
+            )
         return jobs
 
     def _foretell(self, jobs: Sequence[Job]) -> None:
@@ -388,7 +391,8 @@ class Trials:
         for job in jobs:
             row, own = self._rows[job.name], list(self._runs.get(job.name, {}).values())
             if job.name in self._failed:
-                row.outcome, row.reason = "failed", self._failed[job.name]
+                row.reason = self._failed[job.name]
+                row.outcome = "not measured" if row.reason.startswith(LATE) else "failed"
             if not own:
                 continue
             found = [done.seen for done in own]
@@ -499,9 +503,9 @@ def _why(done: Ended) -> str:
         return str(done.seen["error"])[:300]
     if done.exit_code == 0:
         return f"the program ended by itself after {plural(done.seen['num_steps'], 'step')}"
-    said = f"; it said last: {done.reason}" if done.reason else ""
     if done.exit_code == -9:
-        return f"it was not done after {seconds(done.seconds)}{said}"
+        return f"{LATE} {seconds(done.seconds)}"
+    said = f"; it said last: {done.reason}" if done.reason else ""
     return f"it was ended by signal {-done.exit_code}{said}" if done.exit_code < 0 else done.reason
 
 
