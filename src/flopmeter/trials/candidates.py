@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flopmeter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from flopmeter.diagnosis import Diagnosis
     from flopmeter.trials.inside import Trial
 
@@ -298,12 +300,17 @@ _FUSED = ("fused_attn", "flash", "use_flash", "use_sdpa")
 """Attributes by which models of timm, nanoGPT and their like choose torch's own attention."""
 
 
-def spelled_out() -> list[tuple[Any, str, Any]]:
-    """Where a model chooses to spell attention out: owner, attribute, and the other choice. Looks at all objects."""
+def all_modules() -> list[nn.Module]:
+    """Of this process."""
     from torch import nn
 
+    return [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+
+
+def spelled_out() -> list[tuple[Any, str, Any]]:
+    """Where a model chooses to spell attention out: owner, attribute, and the other choice."""
     found: dict[int, tuple[Any, str, Any]] = {}
-    for module in (item for item in gc.get_objects() if issubclass(type(item), nn.Module)):
+    for module in all_modules():
         config = module.__dict__.get("config")
         if getattr(config, "_attn_implementation", None) == "eager" and getattr(module, "_supports_sdpa", True):
             found[id(config)] = (config, "_attn_implementation", "sdpa")

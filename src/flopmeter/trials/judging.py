@@ -1,12 +1,12 @@
 """What do the times, losses and bytes of some processes say about a change?
 
 Gains are ratios of the time of a sample, and intervals hold 95 %. Where a change is switched on and off in one process,
-each block of steps with it is compared with the blocks before and behind it; the interval is Wilcoxon's, of the
-signed ranks of these ratios, which a few blocks that another program slowed down do not upset. Where it takes a process
-of its own, one value a process is compared round by round, and the interval comes from what rounds and processes leave
-unexplained (two-way analysis of variance, Student's t). Processes of the very same program differ: `PROCESS_SPREAD` is
-added to either side of an interval that has seen one process only. What the intervals leave out: another machine,
-other data, a longer run.
+each block of steps with it is compared with the blocks before and behind it; the interval is Wilcoxon's, of the signed
+ranks of these ratios, which a few blocks that another program slowed down do not upset. Where it takes a process of its
+own, one value a process is compared round by round, and the interval is Student's. Processes of the very same program
+differ: `PROCESS_SPREAD` is added to either side of an interval that has seen one process only. On a CPU, where the
+training thread does all the work, its waits for a core are left out: other programs cause them. What the intervals
+leave out: another machine, other data, a longer run.
 """
 
 from __future__ import annotations
@@ -92,26 +92,18 @@ def switched_gain(
     return _interval(middle, math.hypot(half, PROCESS_SPREAD / math.sqrt(len(processes))), samples)
 
 
-def process_gains(
-    ratios: Mapping[str, Sequence[float]], samples: Mapping[str, float], block_spread: float = 0.0
-) -> dict[str, Gain]:
+def process_gain(ratios: Sequence[float], samples: float, block_spread: float = 0.0) -> Gain | None:
     """From processes that took turns.
 
     Args:
-        ratios: By change: in each round the unchanged program's time of a step over the one with it.
+        ratios: In each round the unchanged program's time of a step over the one with the change.
         block_spread: Relative spread of the blocks within a process: all that there is to go by after one round.
     """
-    differences = {name: [math.log(value) for value in values] for name, values in ratios.items()}
-    left = [value - fmean(rows) for rows in differences.values() for value in rows]
-    freedom = sum(len(rows) - 1 for rows in differences.values() if rows)
-    half = 8 * PROCESS_SPREAD + 2 * block_spread
-    if freedom:
-        half = max(_t(freedom) * math.sqrt(sum(value * value for value in left) / freedom), 2 * PROCESS_SPREAD)
-    return {
-        name: _interval(fmean(rows), half / math.sqrt(len(rows)), samples[name])
-        for name, rows in differences.items()
-        if rows
-    }
+    if not ratios:
+        return None
+    middle, half = _student([math.log(ratio) for ratio in ratios])
+    least = 8 * PROCESS_SPREAD + 2 * block_spread if len(ratios) == 1 else 2 * PROCESS_SPREAD
+    return _interval(middle, max(half, least / math.sqrt(len(ratios))), samples)
 
 
 def _interval(middle: float, half: float, samples: float) -> Gain:
@@ -119,31 +111,26 @@ def _interval(middle: float, half: float, samples: float) -> Gain:
     return Gain(low=low, expected=expected, high=high)
 
 
-def _t(freedom: int) -> float:
-    return T_95[min(freedom, len(T_95)) - 1]
+def _student(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half the width of its interval; 0 of one value."""
+    num = len(values)
+    half = T_95[min(num - 1, len(T_95)) - 1] * stdev(values) / math.sqrt(num) if num > 1 else 0.0
+    return fmean(values), half
 
 
 def _signed_ranks(values: Sequence[float]) -> tuple[float, float]:
-    """Hodges and Lehmann's middle and half the width of its interval; with fewer than six values Student's."""
+    """Hodges and Lehmann's middle and half the width of its interval; with fewer than six values Student's.
+
+    By how many means of pairs the interval is cut on either side: the normal approximation of Wilcoxon's table, which
+    is one too small in places, so on the safe side.
+    """
     num = len(values)
     if num < 6:
-        middle = fmean(values)
-        spread = math.sqrt(sum((value - middle) ** 2 for value in values) / (num - 1))
-        return middle, _t(num - 1) * spread / math.sqrt(num)
+        return _student(values)
     means = sorted((a + b) / 2 for place, a in enumerate(values) for b in values[place:])
-    # Of all 2**num choices of signs, how many have each sum of ranks?
-    counts = [1]
-    for rank in range(1, num + 1):
-        grown = counts + [0] * rank
-        for total, ways in enumerate(counts):
-            grown[total + rank] += ways
-        counts = grown
-    cut, ways = 0, 0
-    while (ways + counts[cut]) / 2**num <= 0.025:
-        ways += counts[cut]
-        cut += 1
-    low, high = means[max(cut - 1, 0)], means[len(means) - max(cut, 1)]
-    return median(means), max(high - median(means), median(means) - low)
+    cut = max(math.floor(num * (num + 1) / 4 - 1.96 * math.sqrt(num * (num + 1) * (2 * num + 1) / 24)), 1)
+    middle = median(means)
+    return middle, max(means[-cut] - middle, middle - means[cut - 1])
 
 
 def is_narrow(gain: Gain | None) -> bool:
