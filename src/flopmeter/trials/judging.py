@@ -23,8 +23,9 @@ from flopmeter.trials import EARLY_STEPS, Losses, Row
 
 SETTLE = 1
 """Steps at the beginning of a block that belong to neither side."""
-PROCESS_SPREAD = 0.015
-"""By so much two processes of one program may differ in speed, in either direction."""
+PROCESS_SPREAD, BUSY_SPREAD = 0.015, 0.06
+"""By so much two processes of one program may differ in speed, in either direction: on an idle machine, and what comes
+to it where the training thread waits for a core all the time, since others use its caches."""
 OTHERS = 0.02
 """Share of the training thread's time that its program's other threads and processes may use to be left alone."""
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
@@ -37,7 +38,8 @@ LEAST_GRADIENT, LEAST_LOSS, LEAST_LATER = 1e-3, 1e-4, 1e-2
 MAX_SHOWN = 10.0
 """Ten times their size apart: nothing is left to compare."""
 MIN_GROWTH_BYTES, MIN_GROWTH_SHARE, MIN_RISES = 12e6, 0.75, 3
-"""Memory keeps growing when it has grown by so much, and has done so in most of several blocks."""
+"""Memory keeps growing when it has grown by so much, has done so in most of several blocks, and by more in an ordinary
+one of them than the unchanged program in any."""
 
 
 def block_s(block: Mapping[str, Any], *, is_wall: bool = False) -> float:
@@ -75,6 +77,17 @@ def block_spread(seen: Mapping[str, Any]) -> float:
     return stdev(logs) if len(logs) > 1 else 0.0
 
 
+def waited_share(processes: Iterable[Mapping[str, Any]]) -> float:
+    """Of its time the training thread waited for a core."""
+    blocks = [block for seen in processes for block in seen["blocks"]]
+    return sum(sum(block["waited"]) for block in blocks) / max(sum(sum(block["seconds"]) for block in blocks), 1e-9)
+
+
+def process_spread(processes: Iterable[Mapping[str, Any]]) -> float:
+    """By how much two processes may differ."""
+    return PROCESS_SPREAD + BUSY_SPREAD * waited_share(processes)
+
+
 def switched_gain(
     processes: Sequence[Mapping[str, Any]], on: Sequence[str], samples: float, *, is_wall: bool = False
 ) -> Gain | None:
@@ -89,20 +102,23 @@ def switched_gain(
     if len(ratios) < 3:
         return None
     middle, half = _signed_ranks(ratios)
-    return _interval(middle, math.hypot(half, PROCESS_SPREAD / math.sqrt(len(processes))), samples)
+    return _interval(middle, math.hypot(half, process_spread(processes) / math.sqrt(len(processes))), samples)
 
 
-def process_gain(ratios: Sequence[float], samples: float, block_spread: float = 0.0) -> Gain | None:
+def process_gain(
+    ratios: Sequence[float], samples: float, spread: float = PROCESS_SPREAD, block_spread: float = 0.0
+) -> Gain | None:
     """From processes that took turns.
 
     Args:
         ratios: In each round the unchanged program's time of a step over the one with the change.
+        spread: By how much two processes of one program may differ.
         block_spread: Relative spread of the blocks within a process: all that there is to go by after one round.
     """
     if not ratios:
         return None
     middle, half = _student([math.log(ratio) for ratio in ratios])
-    least = 8 * PROCESS_SPREAD + 2 * block_spread if len(ratios) == 1 else 2 * PROCESS_SPREAD
+    least = 8 * PROCESS_SPREAD + 2 * block_spread if len(ratios) == 1 else 2 * spread
     return _interval(middle, max(half, least / math.sqrt(len(ratios))), samples)
 
 
@@ -204,24 +220,24 @@ def judge_memory(
     if not peaks or not plain:
         return None, "not known"
     text = f"{amount(max(peaks), 'B')} ({signed(max(peaks) / max(plain) - 1)})"
-    growth = max((_growth(timed(seen, on)) for seen in own), default=0.0)
-    if growth > 2 * max((_growth(timed(seen, [])) for seen in unchanged), default=0.0):
-        text += f", and grows by {amount(growth, 'B')} a step"
-    return max(peaks), text
+    usual = [_rises(timed(seen, [])) for seen in (*unchanged, *(own if on else ()))]
+    growth = 0.0
+    for blocks in (timed(seen, on) for seen in own):
+        steps = sum(len(block["seconds"]) for block in blocks) / max(len(blocks), 1)
+        for at, num in enumerate((steps - EARLY_STEPS, steps)):
+            rises = _rises(blocks)[at]
+            largest = max((abs(rise) for rows in usual for rise in rows[at]), default=0.0)
+            is_steady = len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE
+            if is_steady and sum(rises) >= MIN_GROWTH_BYTES and median(rises) > largest:
+                growth = max(growth, median(rises) / max(num, 1))
+    return max(peaks), text + (f", and grows by {amount(growth, 'B')} a step" if growth else "")
 
 
-def _growth(blocks: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes a step by which the memory in use keeps growing, in blocks of a kind or from one to the next; else 0."""
-    num = sum(len(block["seconds"]) for block in blocks)
+def _rises(blocks: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Bytes by which the memory in use grew within each block, and from one to the next."""
     ends = [block["memory_bytes"] or 0.0 for block in blocks]
     inside = [end - (block["early_bytes"] or 0.0) for end, block in zip(ends, blocks, strict=True)]
-    across = [later - earlier for earlier, later in pairwise(ends)]
-    found = 0.0
-    for rises, steps in ((inside, num / max(len(blocks), 1) - EARLY_STEPS), (across, num / max(len(blocks), 1))):
-        is_steady = len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE
-        if is_steady and sum(rises) >= MIN_GROWTH_BYTES:
-            found = max(found, median(rises) / max(steps, 1))
-    return found
+    return inside, [later - earlier for earlier, later in pairwise(ends)]
 
 
 def settle(row: Row) -> None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from flopmeter.diagnosis import Gain, diagnose
 from flopmeter.errors import ConfigError, FlopmeterError, RecordError, did_you_mean
 from flopmeter.record import load_run, replace_file
 from flopmeter.text import percent, plural, seconds, signed
-from flopmeter.trials import TRIED_FILE, Losses, Row, Tried
+from flopmeter.trials import NOTHING_SEEN, TRIED_FILE, Losses, Row, Tried
 from flopmeter.trials.candidates import CANDIDATES, MAX_WORKERS, Candidate, Seen, load_candidates
 from flopmeter.trials.judging import (
     block_spread,
@@ -30,9 +30,11 @@ from flopmeter.trials.judging import (
     must_be_wall,
     process_gain,
     process_s,
+    process_spread,
     settle,
     switched_gain,
     timed,
+    waited_share,
 )
 from flopmeter.trials.processes import Ended, Launcher
 
@@ -54,6 +56,8 @@ LONG_STARTUP = 0.5
 """When start-ups would take this share of what is left, all changes that can be switched share one process."""
 PATIENCE = 3.0
 """A process may take so many times as long as was expected."""
+COMPILING_S = 30.0
+"""How long torch.compile takes on an idle machine, about."""
 BUSY = 0.05
 """Share of its time that the training thread waited for a core, from which on it is said."""
 NOT_APART: tuple[Losses, str] = ("unknown", "not told apart: all changes shared one process")
@@ -129,7 +133,7 @@ class Trials:
                 raise ConfigError(f"--only: unknown {name!r}: {did_you_mean(name, self._known)}")
         self._unchanged = Job("unchanged")
         self._jobs: list[Job] = []
-        self._first: dict[str, Any] = {}
+        self._first = NOTHING_SEEN
         self._num_steps = 0
         """Steps that the program has by itself; 0 where it was ended."""
         self._size = 1.0
@@ -163,8 +167,7 @@ class Trials:
         if not found["is_whole"] and len(times) < MIN_STEPS:
             raise FlopmeterError(f"nothing was tried: {self._why_nothing(done)}")
         self._num_steps = 0 if found["is_whole"] else found["num_steps"]
-        waited_s = sum(second for block in found["blocks"] for second in block["waited"])
-        facts = found["facts"] | {"loaders": found["loaders"], "waited_share": waited_s / sum(times)}
+        facts = found["facts"] | {"loaders": found["loaders"], "waited_share": waited_share([found])}
         self.tried.step_s, self.tried.startup_s = median(times), found["startup_s"]
         self.tried.trainer = found["facts"]["trainer"]
         try:
@@ -276,7 +279,8 @@ class Trials:
         """How long it will take, about."""
         assert self.tried.startup_s is not None
         num = sum(int(block["steps"]) for block in self._plan(job)["plan"])
-        return self.tried.startup_s + num * self._step_s(job) + (30.0 if "compile" in job.on else 1.0)
+        compiling_s = COMPILING_S / (1.01 - waited_share([self._first])) if "compile" in job.on else 1.0
+        return self.tried.startup_s + num * self._step_s(job) + compiling_s
 
     def _step_s(self, job: Job) -> float:
         """A step with these changes: as it was before, or as predicted."""
@@ -361,7 +365,7 @@ class Trials:
     def _judge(self) -> None:
         plain = self._unchanged.runs
         unchanged = [self._first, *(done.seen for done in plain.values())]
-        spread = max((block_spread(done.seen) for done in plain.values()), default=0.0)
+        blocks = max((block_spread(done.seen) for done in plain.values()), default=0.0)
         plain_ranks = [rank for done in plain.values() for rank in done.ranks]
         for job in self._jobs:
             row, found = job.row, [done.seen for done in job.runs.values()]
@@ -373,7 +377,9 @@ class Trials:
             else:
                 times = ((plain[turn].seen, done.seen) for turn, done in job.runs.items() if turn in plain)
                 step_s = ([process_s(seen, is_wall=row.is_wall) for seen in pair] for pair in times)
-                row.gain = process_gain([without / own for without, own in step_s], job.samples, spread)
+                row.gain = process_gain(
+                    [without / own for without, own in step_s], job.samples, process_spread(unchanged), blocks
+                )
             if row.outcome != "failed":
                 settle(row)
             row.num_runs, row.startup_s = len(found), found[0]["startup_s"]
@@ -398,10 +404,7 @@ class Trials:
                 job.row.reason = job.row.reason or why_not
         is_all = all(job.row.outcome != "not measured" for job in self._jobs)
         tried.is_whole = tried.step_s is not None and is_all
-        found = [
-            block for job in (self._unchanged, *self._jobs) for done in job.runs.values() for block in timed(done.seen)
-        ]
-        waited = fmean(sum(block["waited"]) / sum(block["seconds"]) for block in found) if found else 0.0
+        waited = waited_share(done.seen for job in (self._unchanged, *self._jobs) for done in job.runs.values())
         walls = " and ".join(job.name for job in self._jobs if job.row.gain is not None and job.row.is_wall)
         changed, saved = launcher.changed_files(), sorted(launcher.saved)
         tried.notes += [
