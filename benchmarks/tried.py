@@ -40,7 +40,7 @@ from wild import CLOCK, commit, home
 from wild_recipes import RECIPES, Edit, Recipe, Variant
 
 BENCHMARK_VERSION = 1
-HAND_ROUNDS, HAND_STEPS, LEFT_OUT = 3, 70, 15
+HAND_ROUNDS, HAND_STEPS, LEFT_OUT = 3, 60, 15
 """Runs of each kind, their steps, and how many of these are left out at the start."""
 NARROW_POINTS, NARROW_SHARE = 0.05, 0.25
 """An interval is narrow within five points, or a quarter of the gain, on either side."""

@@ -21,8 +21,8 @@ from flopmeter.diagnosis import Gain
 from flopmeter.errors import ConfigError, RecordError
 from flopmeter.trials import Row, Tried, read_tried
 from flopmeter.trials.candidates import CANDIDATES, load_candidates
-from flopmeter.trials.judging import judge_losses, judge_memory, process_gains, settle, switched_gain
-from flopmeter.trials.processes import _copy, may_copy
+from flopmeter.trials.judging import judge_losses, judge_memory, process_gain, settle, switched_gain
+from flopmeter.trials.processes import _copy, files_of, may_copy
 from flopmeter.trials.rounds import Job, Trials, headline
 
 PROGRAM = Path(__file__).parent / "programs" / "tried.py"
@@ -200,23 +200,26 @@ def test_one_disturbed_block_does_not_move_a_switched_gain() -> None:
 
 def test_a_larger_batch_counts_by_the_sample() -> None:
     """Twice the samples in 1.6 times the time: a quarter more samples a second."""
-    gains = process_gains({"x": [1 / 1.6, 1 / 1.6]}, {"x": 2.0})
-    assert gains["x"].expected == pytest.approx(0.25)
+    gain = process_gain([1 / 1.6, 1 / 1.6], 2.0)
+    assert gain is not None
+    assert gain.expected == pytest.approx(0.25)
 
 
 def test_the_interval_of_processes_is_students() -> None:
     """Ratios of 1.1 and 1.3 of logarithms l: the mean, and 12.71 standard errors of one degree of freedom."""
-    gains = process_gains({"x": [1.1, 1.3]}, {"x": 1.0})
+    gain = process_gain([1.1, 1.3], 1.0)
+    assert gain is not None
     logs = [math.log(1.1), math.log(1.3)]
     middle, spread = sum(logs) / 2, abs(logs[1] - logs[0]) / math.sqrt(2)
     half = 12.71 * spread / math.sqrt(2)
-    assert gains["x"].expected == pytest.approx(math.exp(middle) - 1)
-    assert gains["x"].low == pytest.approx(math.exp(middle - half) - 1)
-    assert gains["x"].high == pytest.approx(math.exp(middle + half) - 1)
+    assert gain.expected == pytest.approx(math.exp(middle) - 1)
+    assert gain.low == pytest.approx(math.exp(middle - half) - 1)
+    assert gain.high == pytest.approx(math.exp(middle + half) - 1)
 
 
 def test_one_round_is_no_certainty() -> None:
-    gain = process_gains({"x": [1.0]}, {"x": 1.0})["x"]
+    gain = process_gain([1.0], 1.0)
+    assert gain is not None
     assert gain.low < -0.1 < 0.1 < gain.high
 
 
@@ -359,13 +362,13 @@ def test_what_lies_beside_a_folder_is_found_from_its_copy(tmp_path: Path) -> Non
 def test_a_large_folder_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "data.bin").touch()
     os.truncate(tmp_path / "data.bin", 199_000_000)
-    assert may_copy(tmp_path, tmp_path / "runs")
+    assert may_copy(files_of(tmp_path, tmp_path / "runs"))
     (tmp_path / "more.bin").touch()
     os.truncate(tmp_path / "more.bin", 2_000_000)
-    assert not may_copy(tmp_path, tmp_path / "runs")
+    assert not may_copy(files_of(tmp_path, tmp_path / "runs"))
     (tmp_path / ".git").mkdir()
     (tmp_path / "more.bin").rename(tmp_path / ".git" / "more.bin")  # nothing that a program needs
-    assert may_copy(tmp_path, tmp_path / "runs")
+    assert may_copy(files_of(tmp_path, tmp_path / "runs"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ A program is run as it is and with changes put in from outside (`candidates.py`)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,6 +24,11 @@ TRIED_FILE = "try.json"
 SCHEMA = 1
 EARLY_STEPS = 2
 """Steps of a block before its memory is looked at for the first time."""
+NOTHING_SEEN: dict[str, Any] = {
+    "blocks": [], "losses": [], "gradients": [], "loaders": [], "facts": {}, "saved": {}, "num_steps": 0,
+    "startup_s": None, "error": "", "is_whole": False,
+}  # fmt: skip
+"""What a process of the program writes down, before it has begun. `saved`: files that it wanted to save, and where."""
 Losses = Literal["same", "rounding", "different", "not comparable", "unknown"]
 Outcome = Literal["faster", "slower", "no difference", "failed", "not measured"]
 
@@ -108,3 +113,9 @@ def read_tried(folder: str | Path) -> Tried | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise RecordError(f"{path}: no result of `flopmeter try` ({error})") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Another process that reads the file finds all of it, or no file."""
+    path.with_suffix(".part").write_text(text, encoding="utf-8")
+    path.with_suffix(".part").replace(path)

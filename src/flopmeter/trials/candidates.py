@@ -31,12 +31,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flopmeter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from flopmeter.diagnosis import Diagnosis
     from flopmeter.trials.inside import Trial
 
 FP32, TF32, BF16 = 2.0**-23, 2.0**-10, 2.0**-8
 """Relative error of one operation in these formats."""
 MAX_WORKERS, PREFETCH, MORE_SAMPLES = 4, 4, 2
+MAX_WAITED = 0.2
+"""Share of its time that the training thread waits for a core, above which more threads would wait, too."""
 
 
 class Seen(NamedTuple):
@@ -296,12 +300,17 @@ _FUSED = ("fused_attn", "flash", "use_flash", "use_sdpa")
 """Attributes by which models of timm, nanoGPT and their like choose torch's own attention."""
 
 
-def spelled_out() -> list[tuple[Any, str, Any]]:
-    """Where a model chooses to spell attention out: owner, attribute, and the other choice. Looks at all objects."""
+def all_modules() -> list[nn.Module]:
+    """Of this process."""
     from torch import nn
 
+    return [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+
+
+def spelled_out() -> list[tuple[Any, str, Any]]:
+    """Where a model chooses to spell attention out: owner, attribute, and the other choice."""
     found: dict[int, tuple[Any, str, Any]] = {}
-    for module in (item for item in gc.get_objects() if issubclass(type(item), nn.Module)):
+    for module in all_modules():
         config = module.__dict__.get("config")
         if getattr(config, "_attn_implementation", None) == "eager" and getattr(module, "_supports_sdpa", True):
             found[id(config)] = (config, "_attn_implementation", "sdpa")
@@ -428,9 +437,11 @@ def gc_frozen(trial: Trial) -> Iterator[None]:
 
 def _has_threads(seen: Seen) -> str:
     num, cores = seen.facts["num_threads"], seen.facts["num_cores"]
-    return (
-        "a GPU computes" if seen.facts["device"] != "cpu" else f"{num} threads, {cores} cores" if num >= cores else ""
-    )
+    if seen.facts["device"] != "cpu":
+        return "a GPU computes"
+    if num >= cores:
+        return f"{num} threads, {cores} cores"
+    return "other programs hold the cores" if seen.facts["waited_share"] > MAX_WAITED else ""
 
 
 @_candidate(

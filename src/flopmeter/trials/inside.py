@@ -9,7 +9,6 @@ A step is a turn of the optimizer that stepped first; it begins and ends behind 
 from __future__ import annotations
 
 import atexit
-import gc
 import inspect
 import json
 import os
@@ -17,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
+from copy import deepcopy
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from flopmeter.devices.cpu import read_cpu
 from flopmeter.hook_hiding import replace_attribute
 from flopmeter.resources import waited_s
-from flopmeter.trials import EARLY_STEPS
-from flopmeter.trials.candidates import load_candidates, spelled_out
+from flopmeter.trials import EARLY_STEPS, NOTHING_SEEN, write_whole
+from flopmeter.trials.candidates import all_modules, load_candidates, spelled_out
 
 NUM_LOSSES, NUM_GRADIENTS = 24, 4
 """Steps whose first loss is noted, and steps whose gradients are."""
@@ -68,8 +68,6 @@ class Trial:
         """All that have stepped."""
         self.device = "cpu"
         """Kind of the device that the first parameter is on."""
-        self.saved: dict[str, str] = {}
-        """Files that the program wanted to save, and where they are."""
         self.compiled: dict[int, Any] = {}
         """What `nn.Module.compile` made, by the id of the module: it is made once, however often it is switched."""
         self.keeps_activations = False
@@ -78,29 +76,25 @@ class Trial:
         self._settings, self._plan = settings, settings["plan"]
         self._candidates = load_candidates(settings["candidates"])
         self._pid = os.getpid()
-        self._num_turns, self._block, self._first, self._num_passes = 0, -1, 0, 0
+        self._block, self._first, self._num_passes = -1, 0, 0
         self._last_s = self._start_s = self._waited_s = self._others_cpu_s = 0.0
         self._on: dict[str, Iterator[None]] = {}
-        self._forward: list[list[Any]] = []
-        """Contexts of the forward side: what makes one, and the one that is entered or None."""
+        self._contexts: list[Callable[[], AbstractContextManager[Any]]] = []
+        """What the forward side of a step runs in."""
+        self._entered = ExitStack()
         self._stop_finding: Callable[[], None] = lambda: None
         self._is_redirected = self._is_over = False
-        self.seen: dict[str, Any] = {
-            "blocks": [], "losses": [], "gradients": [], "loaders": [], "startup_s": None, "error": "",
-            "is_whole": False,
-        }  # fmt: skip
+        self.seen = deepcopy(NOTHING_SEEN)
 
     # For changes
 
     def around_forward(self, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
         """Have all of a step but backward passes and updates run in a context, as `with` around model and loss does."""
-        row = [context, None]
-        self._forward.append(row)
+        self._contexts.append(context)
         self._enter_forward()
 
         def undo() -> None:
-            self._leave_forward()
-            self._forward.remove(row)
+            self._contexts.remove(context)
             self._enter_forward()
 
         return undo
@@ -156,12 +150,12 @@ class Trial:
                 for module, name, method in _LATE:
                     if (kind := getattr(sys.modules.get(module), name, None)) is not None:
                         _redirect(self, kind, method)
-            if not self._num_passes and self._num_turns < NUM_LOSSES:
+            if not self._num_passes and self.seen["num_steps"] < NUM_LOSSES:
                 first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
                 if isinstance(first, torch.Tensor) and first.numel() == 1:
                     self.seen["losses"].append(float(first.detach()))
             self._num_passes += 1
-            self._leave_forward()
+            self._entered.close()
             try:
                 return original(tensors, *args, **kwargs)
             finally:
@@ -196,7 +190,7 @@ class Trial:
     def _on_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_here():
             return
-        self._leave_forward()
+        self._entered.close()
         key = _key(optimizer)
         if (not self._first or key == self._first) and len(self.seen["gradients"]) < NUM_GRADIENTS:
             self.seen["gradients"].append(_signature(optimizer))
@@ -210,7 +204,8 @@ class Trial:
         self._first = self._first or _key(optimizer)
         if _key(optimizer) != self._first or not self._num_passes:
             return  # another one's turn, or a wrapper's that has stepped already
-        self._num_turns, self._num_passes = self._num_turns + 1, 0
+        self.seen["num_steps"] += 1
+        self._num_passes = 0
         try:
             self._on_step(optimizer)
         except Exception as error:  # noqa: BLE001 - a change that fails is a result
@@ -220,8 +215,8 @@ class Trial:
         now_s, waited_s = _clock()
         if os.getppid() != self._settings["parent"]:  # whoever asked is gone
             self._end()
-        if self._num_turns <= BEFORE_BLOCKS:
-            if self._num_turns == BEFORE_BLOCKS:
+        if self.seen["num_steps"] <= BEFORE_BLOCKS:
+            if self.seen["num_steps"] == BEFORE_BLOCKS:
                 self.device = next((p.device.type for g in optimizer.param_groups for p in g["params"]), "cpu")
                 self.seen |= {"startup_s": time.time() - self._settings["began_s"], "facts": self._facts()}
                 self._start_s = now_s
@@ -250,7 +245,7 @@ class Trial:
         stop = self.place / "last_step"  # in the first look all ranks must end at the same step
         has_seen = num >= until["min_steps"] and past_s >= until["min_s"]
         if _RANK == 0 and not stop.exists() and (has_seen or past_s >= until["max_s"]):
-            _write(stop, str(num + 2 * (_NUM_RANKS > 1)))
+            write_whole(stop, str(num + 2 * (_NUM_RANKS > 1)))
         return stop.exists() and num >= int(stop.read_text())
 
     def _next_block(self) -> None:
@@ -282,23 +277,14 @@ class Trial:
             self._on[name] = change
 
     def _enter_forward(self) -> None:
-        for row in self._forward:
-            if row[1] is None:
-                entered = row[0]()
-                entered.__enter__()
-                row[1] = entered
-
-    def _leave_forward(self) -> None:
-        for row in reversed(self._forward):
-            entered, row[1] = row[1], None
-            if entered is not None:
-                entered.__exit__(None, None, None)
+        self._entered.close()
+        for context in self._contexts:
+            self._entered.enter_context(context())
 
     def _facts(self) -> dict[str, Any]:
         """What the program does, as far as changes care. One look at all objects finds the modules that train."""
         cpu = read_cpu()
-        modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
-        dropouts = [module for module in modules if type(module).__name__.startswith("Dropout") and module.training]
+        dropouts = [one for one in all_modules() if type(one).__name__.startswith("Dropout") and one.training]
         return {
             "device": self.device,
             "num_threads": torch.get_num_threads(),
@@ -313,7 +299,7 @@ class Trial:
                 for o in self.optimizers for group in o.param_groups[:1]
             ],
             "spells_attention_out": bool(spelled_out()),
-            "has_dropout": any(getattr(module, "p", 0) for module in dropouts),
+            "has_dropout": any(getattr(one, "p", 0) for one in dropouts),
         }  # fmt: skip
 
     # The end
@@ -347,8 +333,7 @@ class Trial:
 
     def _write(self, error: BaseException | None = None) -> None:
         self.seen["error"] = self.seen["error"] or (f"{type(error).__name__}: {error}" if error is not None else "")
-        self.seen |= {"num_steps": self._num_turns, "saved": self.saved}
-        _write(self.place / f"rank{_RANK}.json", json.dumps(self.seen))
+        write_whole(self.place / f"rank{_RANK}.json", json.dumps(self.seen))
         if self._is_over:
             (self.place / f"over{_RANK}").touch()
 
@@ -364,11 +349,6 @@ def install(settings: str) -> None:
         trial.start()
     except Exception as error:  # noqa: BLE001 - a change that fails is a result
         trial._end(error)
-
-
-def _write(path: Path, text: str) -> None:
-    path.with_suffix(".part").write_text(text, encoding="utf-8")
-    path.with_suffix(".part").replace(path)
 
 
 def _key(optimizer: Optimizer) -> int:
@@ -485,5 +465,5 @@ def _elsewhere(trial: Trial, path: Any) -> Any:
         return path
     target = trial.place / "saved" / wanted.lstrip(os.sep).replace(":", "")
     target.parent.mkdir(parents=True, exist_ok=True)
-    trial.saved[wanted] = str(target)
+    trial.seen["saved"][wanted] = str(target)
     return type(path)(target) if isinstance(path, Path) else str(target)

@@ -1,12 +1,12 @@
 """What do the times, losses and bytes of some processes say about a change?
 
 Gains are ratios of the time of a sample, and intervals hold 95 %. Where a change is switched on and off in one process,
-each block of steps with it is compared with the blocks before and behind it; the interval is Wilcoxon's, of the
-signed ranks of these ratios, which a few blocks that another program slowed down do not upset. Where it takes a process
-of its own, one value a process is compared round by round, and the interval comes from what rounds and processes leave
-unexplained (two-way analysis of variance, Student's t). Processes of the very same program differ: `PROCESS_SPREAD` is
-added to either side of an interval that has seen one process only. What the intervals leave out: another machine,
-other data, a longer run.
+each block of steps with it is compared with the blocks before and behind it; the interval is Wilcoxon's, of the signed
+ranks of these ratios, which a few blocks that another program slowed down do not upset. Where it takes a process of its
+own, one value a process is compared round by round, and the interval is Student's. Processes of the very same program
+differ: `PROCESS_SPREAD` is added to either side of an interval that has seen one process only. On a CPU, where the
+training thread does all the work, its waits for a core are left out: other programs cause them. What the intervals
+leave out: another machine, other data, a longer run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from flopmeter.trials import EARLY_STEPS, Losses, Row
 
 SETTLE = 1
 """Steps at the beginning of a block that belong to neither side."""
-PROCESS_SPREAD = 0.015
-"""By so much two processes of one program may differ in speed, in either direction."""
+PROCESS_SPREAD, BUSY_SPREAD = 0.015, 0.06
+"""By so much two processes of one program may differ in speed, in either direction: on an idle machine, and what comes
+to it where the training thread waits for a core all the time, since others use its caches."""
 OTHERS = 0.02
 """Share of the training thread's time that its program's other threads and processes may use to be left alone."""
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
@@ -36,8 +37,9 @@ LEAST_GRADIENT, LEAST_LOSS, LEAST_LATER = 1e-3, 1e-4, 1e-2
 """What sums in another order come to in fp32, whatever the change."""
 MAX_SHOWN = 10.0
 """Ten times their size apart: nothing is left to compare."""
-MIN_GROWTH_BYTES, MIN_GROWTH_SHARE, MIN_RISES = 16e6, 0.75, 3
-"""Memory keeps growing when it would end so much higher, and does so in most of several blocks."""
+MIN_GROWTH_BYTES, MIN_GROWTH_SHARE, MIN_RISES = 12e6, 0.75, 3
+"""Memory keeps growing when it has grown by so much, has done so in most of several blocks, and by more in an ordinary
+one of them than the unchanged program in any."""
 
 
 def block_s(block: Mapping[str, Any], *, is_wall: bool = False) -> float:
@@ -75,6 +77,17 @@ def block_spread(seen: Mapping[str, Any]) -> float:
     return stdev(logs) if len(logs) > 1 else 0.0
 
 
+def waited_share(processes: Iterable[Mapping[str, Any]]) -> float:
+    """Of its time the training thread waited for a core."""
+    blocks = [block for seen in processes for block in seen["blocks"]]
+    return sum(sum(block["waited"]) for block in blocks) / max(sum(sum(block["seconds"]) for block in blocks), 1e-9)
+
+
+def process_spread(processes: Iterable[Mapping[str, Any]]) -> float:
+    """By how much two processes may differ."""
+    return PROCESS_SPREAD + BUSY_SPREAD * waited_share(processes)
+
+
 def switched_gain(
     processes: Sequence[Mapping[str, Any]], on: Sequence[str], samples: float, *, is_wall: bool = False
 ) -> Gain | None:
@@ -89,29 +102,24 @@ def switched_gain(
     if len(ratios) < 3:
         return None
     middle, half = _signed_ranks(ratios)
-    return _interval(middle, math.hypot(half, PROCESS_SPREAD / math.sqrt(len(processes))), samples)
+    return _interval(middle, math.hypot(half, process_spread(processes) / math.sqrt(len(processes))), samples)
 
 
-def process_gains(
-    ratios: Mapping[str, Sequence[float]], samples: Mapping[str, float], block_spread: float = 0.0
-) -> dict[str, Gain]:
+def process_gain(
+    ratios: Sequence[float], samples: float, spread: float = PROCESS_SPREAD, block_spread: float = 0.0
+) -> Gain | None:
     """From processes that took turns.
 
     Args:
-        ratios: By change: in each round the unchanged program's time of a step over the one with it.
+        ratios: In each round the unchanged program's time of a step over the one with the change.
+        spread: By how much two processes of one program may differ.
         block_spread: Relative spread of the blocks within a process: all that there is to go by after one round.
     """
-    differences = {name: [math.log(value) for value in values] for name, values in ratios.items()}
-    left = [value - fmean(rows) for rows in differences.values() for value in rows]
-    freedom = sum(len(rows) - 1 for rows in differences.values() if rows)
-    half = 8 * PROCESS_SPREAD + 2 * block_spread
-    if freedom:
-        half = max(_t(freedom) * math.sqrt(sum(value * value for value in left) / freedom), 2 * PROCESS_SPREAD)
-    return {
-        name: _interval(fmean(rows), half / math.sqrt(len(rows)), samples[name])
-        for name, rows in differences.items()
-        if rows
-    }
+    if not ratios:
+        return None
+    middle, half = _student([math.log(ratio) for ratio in ratios])
+    least = 8 * PROCESS_SPREAD + 2 * block_spread if len(ratios) == 1 else 2 * spread
+    return _interval(middle, max(half, least / math.sqrt(len(ratios))), samples)
 
 
 def _interval(middle: float, half: float, samples: float) -> Gain:
@@ -119,31 +127,26 @@ def _interval(middle: float, half: float, samples: float) -> Gain:
     return Gain(low=low, expected=expected, high=high)
 
 
-def _t(freedom: int) -> float:
-    return T_95[min(freedom, len(T_95)) - 1]
+def _student(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half the width of its interval; 0 of one value."""
+    num = len(values)
+    half = T_95[min(num - 1, len(T_95)) - 1] * stdev(values) / math.sqrt(num) if num > 1 else 0.0
+    return fmean(values), half
 
 
 def _signed_ranks(values: Sequence[float]) -> tuple[float, float]:
-    """Hodges and Lehmann's middle and half the width of its interval; with fewer than six values Student's."""
+    """Hodges and Lehmann's middle and half the width of its interval; with fewer than six values Student's.
+
+    By how many means of pairs the interval is cut on either side: the normal approximation of Wilcoxon's table, which
+    is one too small in places, so on the safe side.
+    """
     num = len(values)
     if num < 6:
-        middle = fmean(values)
-        spread = math.sqrt(sum((value - middle) ** 2 for value in values) / (num - 1))
-        return middle, _t(num - 1) * spread / math.sqrt(num)
+        return _student(values)
     means = sorted((a + b) / 2 for place, a in enumerate(values) for b in values[place:])
-    # Of all 2**num choices of signs, how many have each sum of ranks?
-    counts = [1]
-    for rank in range(1, num + 1):
-        grown = counts + [0] * rank
-        for total, ways in enumerate(counts):
-            grown[total + rank] += ways
-        counts = grown
-    cut, ways = 0, 0
-    while (ways + counts[cut]) / 2**num <= 0.025:
-        ways += counts[cut]
-        cut += 1
-    low, high = means[max(cut - 1, 0)], means[len(means) - max(cut, 1)]
-    return median(means), max(high - median(means), median(means) - low)
+    cut = max(math.floor(num * (num + 1) / 4 - 1.96 * math.sqrt(num * (num + 1) * (2 * num + 1) / 24)), 1)
+    middle = median(means)
+    return middle, max(means[-cut] - middle, middle - means[cut - 1])
 
 
 def is_narrow(gain: Gain | None) -> bool:
@@ -217,26 +220,24 @@ def judge_memory(
     if not peaks or not plain:
         return None, "not known"
     text = f"{amount(max(peaks), 'B')} ({signed(max(peaks) / max(plain) - 1)})"
-    growth = max((_growth(timed(seen, on)) for seen in own), default=0.0)
-    if growth > 2 * max((_growth(timed(seen, [])) for seen in unchanged), default=0.0):
-        text += f", and grows by {amount(growth, 'B')} a step"
-    return max(peaks), text
+    usual = [_rises(timed(seen, [])) for seen in (*unchanged, *(own if on else ()))]
+    growth = 0.0
+    for blocks in (timed(seen, on) for seen in own):
+        steps = sum(len(block["seconds"]) for block in blocks) / max(len(blocks), 1)
+        for at, num in enumerate((steps - EARLY_STEPS, steps)):
+            rises = _rises(blocks)[at]
+            largest = max((abs(rise) for rows in usual for rise in rows[at]), default=0.0)
+            is_steady = len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE
+            if is_steady and sum(rises) >= MIN_GROWTH_BYTES and median(rises) > largest:
+                growth = max(growth, median(rises) / max(num, 1))
+    return max(peaks), text + (f", and grows by {amount(growth, 'B')} a step" if growth else "")
 
 
-def _growth(blocks: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes a step by which the memory in use keeps growing, in blocks of a kind or from one to the next; else 0."""
-    num = sum(len(block["seconds"]) for block in blocks)
+def _rises(blocks: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Bytes by which the memory in use grew within each block, and from one to the next."""
     ends = [block["memory_bytes"] or 0.0 for block in blocks]
-    inside = [
-        (end - (block["early_bytes"] or 0.0)) / max(len(block["seconds"]) - EARLY_STEPS, 1)
-        for end, block in zip(ends, blocks, strict=True)
-    ]
-    across = [(later - earlier) * len(ends) / num for earlier, later in pairwise(ends)]
-    found = 0.0
-    for rises in (inside, across):
-        if len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE:
-            found = max(found, median(rises))
-    return found if found * num >= MIN_GROWTH_BYTES else 0.0
+    inside = [end - (block["early_bytes"] or 0.0) for end, block in zip(ends, blocks, strict=True)]
+    return inside, [later - earlier for earlier, later in pairwise(ends)]
 
 
 def settle(row: Row) -> None:

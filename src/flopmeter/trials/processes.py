@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from flopmeter.errors import ConfigError, FlopmeterError
 from flopmeter.schema import RUN_FILE
+from flopmeter.trials import NOTHING_SEEN, write_whole
 
 MAX_COPIED_BYTES, MAX_COPIED_FILES, MAX_LINKED = 200e6, 20_000, 500
 NOT_COPIED = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache")
@@ -36,12 +37,6 @@ LOGGERS_HERE = {"MLFLOW_TRACKING_URI": "mlruns", "TRACKIO_DIR": "trackio", "TENS
 """Where loggers of other makers write, below the trial's folder."""
 END_S = 3.0
 """A process that is told to end has so long before it is ended."""
-
-
-NOTHING_SEEN: dict[str, Any] = {
-    "blocks": [], "losses": [], "gradients": [], "loaders": [], "facts": {}, "num_steps": 0, "startup_s": None,
-    "is_whole": False,
-}  # fmt: skip
 
 
 class Ended(NamedTuple):
@@ -62,34 +57,24 @@ class Ended(NamedTuple):
         return found | {"error": next((rank["error"] for rank in self.ranks if rank.get("error")), "")}
 
 
-def files_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of each file, so that changes can be told; what cannot be copied has no part in it."""
-    return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) for path, stat in _walk(folder)}
-
-
-def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    num = 0
+def files_of(folder: Path, besides: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file, so that changes can be told; what is not copied has no part in it."""
+    found: dict[str, tuple[int, int]] = {}
     for place, folders, names in os.walk(folder):
-        folders[:] = [
-            name for name in folders if name not in NOT_COPIED and not (Path(place) / name / "pyvenv.cfg").exists()
-        ]
-        for name in names:
+        folders[:] = [name for name in folders if not _is_left_out(Path(place) / name, besides)]
+        for path in (Path(place) / name for name in names if len(found) < MAX_COPIED_FILES):
             with suppress(OSError):
-                num += 1
-                yield Path(place) / name, (Path(place) / name).stat()
-            if num > MAX_COPIED_FILES:
-                return
+                found[str(path.relative_to(folder))] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return found
 
 
-def may_copy(folder: Path, besides: Path) -> bool:
-    """Whether the folder is small enough; counted no further than that."""
-    size = num = 0
-    for path, stat in _walk(folder):
-        if besides not in path.parents:
-            size, num = size + stat.st_size, num + 1
-        if size > MAX_COPIED_BYTES or num >= MAX_COPIED_FILES:
-            return False
-    return True
+def may_copy(files: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether a folder with these files is small enough."""
+    return len(files) < MAX_COPIED_FILES and sum(size for size, _ in files.values()) <= MAX_COPIED_BYTES
+
+
+def _is_left_out(path: Path, besides: Path) -> bool:
+    return path == besides or path.name in NOT_COPIED or (path / "pyvenv.cfg").exists()
 
 
 class Launcher:
@@ -105,11 +90,11 @@ class Launcher:
         self.program, self.output_dir, self.candidates = list(program), output_dir.resolve(), candidates
         self.folder = Path.cwd().resolve()
         """Where the program was started, and is started again."""
-        self.is_copied = may_copy(self.folder, self.output_dir)
+        self._before = files_of(self.folder, self.output_dir)
+        self.is_copied = may_copy(self._before)
         self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.saved: dict[str, str] = {}
         """What the program wanted to save outside of its copy."""
-        self._before = files_of(self.folder)
         self._num = 0
         self._meeting = _meeting_place()
         if self.num_ranks > 1:
@@ -136,36 +121,37 @@ class Launcher:
             "port": _free_port() if self.num_ranks > 1 else None,
         }  # fmt: skip
         if self.num_ranks > 1:
-            _post(self._meeting / f"{self._num}.json", job)
+            write_whole(self._meeting / f"{self._num}.json", json.dumps(job))
         start_s, start_wall_s = time.monotonic(), time.time()
         try:
             exit_code = _run(job)
             if self.num_ranks > 1:
                 self._wait_for_others(timeout_s)
         finally:
-            if is_measured:
-                self._keep_own_record(home, start_wall_s)
+            if is_measured and not (self.output_dir / RUN_FILE).exists():
+                # A program that uses flopmeter itself has no other record than its own.
+                own = [path for path in home.rglob(RUN_FILE) if path.stat().st_mtime >= start_wall_s]
+                for path in own[:1]:
+                    shutil.copy(path, self.output_dir / RUN_FILE)
             shutil.rmtree(copy, ignore_errors=True)
         found = (place / f"rank{rank}.json" for rank in range(self.num_ranks))
         ranks = [json.loads(path.read_text("utf-8")) for path in found if path.exists()]
         for rank in ranks:
             self.saved |= rank["saved"]
-        if sum(stat.st_size for _, stat in _walk(place / "saved")) > MAX_COPIED_BYTES:
+        if not may_copy(files_of(place / "saved", copy)):
             shutil.rmtree(place / "saved")
         reason = "" if exit_code == 0 else _last_words(place)
         return Ended(ranks, exit_code, reason, time.monotonic() - start_s)
 
     def changed_files(self) -> list[str]:
         """Files of the program's folder that are not as they were before the first run."""
-        now = files_of(self.folder)
-        own = str(self.output_dir.relative_to(self.folder)) + os.sep if self.folder in self.output_dir.parents else None
-        names = sorted(name for name in {**self._before, **now} if self._before.get(name) != now.get(name))
-        return [name for name in names if own is None or not name.startswith(own)]
+        now = files_of(self.folder, self.output_dir)
+        return sorted(name for name in {**self._before, **now} if self._before.get(name) != now.get(name))
 
     def end(self) -> None:
         """Let the other ranks go."""
         if self.num_ranks > 1:
-            _post(self._meeting / f"{self._num + 1}.json", {})
+            write_whole(self._meeting / f"{self._num + 1}.json", "{}")
 
     def _command(self, home: Path, is_measured: bool) -> list[str]:
         """The program as it stands in its copy; words that name a file of the folder in full name the copy's."""
@@ -177,13 +163,6 @@ class Launcher:
         if not is_measured:
             return [sys.executable, *words]
         return [sys.executable, "-m", "flopmeter", "run", "--quiet", "-o", str(self.output_dir), *words]
-
-    def _keep_own_record(self, home: Path, since_s: float) -> None:
-        """A program that uses flopmeter itself has no other record than its own."""
-        if not (self.output_dir / RUN_FILE).exists():
-            found = [path for path in home.rglob(RUN_FILE) if path.stat().st_mtime >= since_s]
-            for path in found[:1]:
-                shutil.copy(path, self.output_dir / RUN_FILE)
 
     def _wait_for_others(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s + END_S
@@ -217,11 +196,6 @@ def _meeting_place() -> Path:
     return Path(tempfile.gettempdir()) / f"flopmeter-try-{os.getuid() if hasattr(os, 'getuid') else 0}-{os.getppid()}"
 
 
-def _post(path: Path, job: dict[str, Any]) -> None:
-    path.with_suffix(".part").write_text(json.dumps(job), encoding="utf-8")
-    path.with_suffix(".part").replace(path)
-
-
 def _copy(folder: Path, place: Path, besides: Path) -> Path:
     """Where the copy is. What lies beside the folder, and beside its parent, is linked, so that ../data is found."""
     copy = place / folder.parent.name / folder.name
@@ -234,12 +208,7 @@ def _copy(folder: Path, place: Path, besides: Path) -> Path:
                     (mirror / path.name).symlink_to(path)
 
     def left_out(place: str, names: list[str]) -> list[str]:
-        inside = Path(place)
-        return [
-            name
-            for name in names
-            if name in NOT_COPIED or inside / name == besides or (inside / name / "pyvenv.cfg").exists()
-        ]
+        return [name for name in names if _is_left_out(Path(place) / name, besides)]
 
     shutil.copytree(folder, copy, symlinks=True, ignore=left_out, ignore_dangling_symlinks=True)
     return copy

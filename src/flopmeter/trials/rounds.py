@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 import msgspec
 
@@ -19,19 +20,21 @@ from flopmeter.diagnosis import Gain, diagnose
 from flopmeter.errors import ConfigError, FlopmeterError, RecordError, did_you_mean
 from flopmeter.record import load_run, replace_file
 from flopmeter.text import percent, plural, seconds, signed
-from flopmeter.trials import TRIED_FILE, Row, Tried
-from flopmeter.trials.candidates import MAX_WORKERS, Candidate, Seen, load_candidates
+from flopmeter.trials import NOTHING_SEEN, TRIED_FILE, Losses, Row, Tried
+from flopmeter.trials.candidates import CANDIDATES, MAX_WORKERS, Candidate, Seen, load_candidates
 from flopmeter.trials.judging import (
     block_spread,
     is_narrow,
     judge_losses,
     judge_memory,
     must_be_wall,
-    process_gains,
+    process_gain,
     process_s,
+    process_spread,
     settle,
     switched_gain,
     timed,
+    waited_share,
 )
 from flopmeter.trials.processes import Ended, Launcher
 
@@ -53,37 +56,48 @@ LONG_STARTUP = 0.5
 """When start-ups would take this share of what is left, all changes that can be switched share one process."""
 PATIENCE = 3.0
 """A process may take so many times as long as was expected."""
+COMPILING_S = 30.0
+"""How long torch.compile takes on an idle machine, about."""
 BUSY = 0.05
 """Share of its time that the training thread waited for a core, from which on it is said."""
+NOT_APART: tuple[Losses, str] = ("unknown", "not told apart: all changes shared one process")
 SAFETY = (
     "The program is run again and again, each time for a few steps, in a copy of this folder where that is small. "
     "Whether it is safe to repeat (it deletes, uploads, or talks to a service) is yours to judge."
 )
 
 
-class Job(NamedTuple):
-    """What runs in a process: changes for the whole of it, and changes that are switched."""
+@dataclass(eq=False)
+class Job:
+    """What runs in a process: changes for the whole of it, and changes that are switched; and what came of it."""
 
     name: str
-    rows: tuple[Candidate, ...]
-    is_one_by_one: bool = False
-    """Whether its changes are switched on one after the other, rather than all at once."""
+    changes: tuple[Candidate, ...] = ()
+    row: Row = field(default_factory=lambda: Row(names=[], what=""))
+    parts: tuple[Job, ...] = ()
+    """Where start-ups take long: jobs whose changes are switched on one after the other in this one."""
+    runs: dict[int, Ended] = field(default_factory=dict)
+    """By round."""
 
     @property
     def is_switched(self) -> bool:
-        return bool(self.rows) and all(row.is_switched for row in self.rows)
+        return bool(self.changes) and all(change.is_switched for change in self.changes)
 
     @property
     def samples(self) -> float:
-        return math.prod(row.samples for row in self.rows)
+        return math.prod(change.samples for change in self.changes)
 
     @property
     def on(self) -> list[str]:
         """Those that can be switched."""
-        return [row.name for row in self.rows if row.is_switched]
+        return [change.name for change in self.changes if change.is_switched]
 
-
-UNCHANGED = Job("unchanged", ())
+    @property
+    def is_done(self) -> bool:
+        """Whether another run would tell little more."""
+        most, least = (MAX_SWITCHED_RUNS, 1) if self.is_switched else (MAX_RUNS, MIN_RUNS)
+        is_enough = len(self.runs) >= least and is_narrow(self.row.gain)
+        return bool(self.row.reason) or len(self.runs) >= most or is_enough or self.row.losses_text == NOT_APART[1]
 
 
 class Trials:
@@ -117,13 +131,9 @@ class Trials:
         for name in only:
             if name not in self._known:
                 raise ConfigError(f"--only: unknown {name!r}: {did_you_mean(name, self._known)}")
-        self._runs: dict[str, dict[int, Ended]] = {}
-        """By job and round."""
-        self._rows: dict[str, Row] = {}
-        self._predicted: dict[str, Gain | None] = {}
-        self._first: dict[str, Any] = {}
-        self._failed: dict[str, str] = {}
-        self._one_by_one: set[str] = set()
+        self._unchanged = Job("unchanged")
+        self._jobs: list[Job] = []
+        self._first = NOTHING_SEEN
         self._num_steps = 0
         """Steps that the program has by itself; 0 where it was ended."""
         self._size = 1.0
@@ -134,10 +144,8 @@ class Trials:
         is_stopped = True
         try:
             seen = self._look()
-            jobs = self._choose(seen)
-            self._foretell(jobs)
-            if jobs:
-                self._measure(jobs, seen)
+            self._choose(seen)
+            self._measure(seen, self._fit_into_budget())
             is_stopped = False
         finally:
             self._launcher.end()
@@ -154,72 +162,66 @@ class Trials:
         until = {**LOOK, "max_s": min(LOOK["max_s"], self._budget_s / 6)}
         plan = {"plan": [{"on": [], "steps": 0, "kind": "timed"}], "until": until, "finds_models": False}
         done = self._launcher.run("first-look", self._budget_s / 2, plan, is_measured=True)
-        found = done.seen
+        found = self._first = done.seen
         times = [second for block in found["blocks"] for second in block["seconds"]]
         if not found["is_whole"] and len(times) < MIN_STEPS:
-            raise FlopmeterError(self._why_nothing(done))
+            raise FlopmeterError(f"nothing was tried: {self._why_nothing(done)}")
         self._num_steps = 0 if found["is_whole"] else found["num_steps"]
-        self._first = found
+        facts = found["facts"] | {"loaders": found["loaders"], "waited_share": waited_share([found])}
         self.tried.step_s, self.tried.startup_s = median(times), found["startup_s"]
         self.tried.trainer = found["facts"]["trainer"]
         try:
             run = load_run(self._launcher.output_dir)
-            return Seen(found["facts"] | {"loaders": found["loaders"]}, diagnose(run), run.last("facts"))
+            return Seen(facts, diagnose(run), run.last("facts"))
         except RecordError as error:
             self.tried.notes.append(f"nothing was predicted: {error}")
-            return Seen(found["facts"] | {"loaders": found["loaders"]}, None, {})
+            return Seen(facts, None, {})
 
     def _why_nothing(self, done: Ended) -> str:
-        found, said = done.seen, f" ({done.reason})" if done.reason else ""
-        error = f" with {found['error']}" if found["error"] else said
+        num, error = done.seen["num_steps"], done.seen["error"]
         if done.exit_code == -9:
-            steps = plural(found["num_steps"], "step") if done.ranks else "no step"
-            return f"nothing was tried: {steps} in {seconds(self._budget_s / 2)}; give it a larger --budget"
-        if done.exit_code != 0 or found["error"]:
-            return f"nothing was tried: the unchanged program ended{error}"
-        if not found["num_steps"]:
+            steps = plural(num, "step") if done.ranks else "no step"
+            return f"{steps} in {seconds(self._budget_s / 2)}; give it a larger --budget"
+        if done.exit_code != 0 or error:
+            said = f" ({done.reason})" if done.reason else ""
+            return f"the unchanged program ended{f' with {error}' if error else said}"
+        if not num:
             return (
-                "nothing was tried: no optimizer of torch stepped after a backward pass in the program's own process; "
-                "processes that it starts are not tried"
+                "no optimizer of torch stepped after a backward pass in the program's own process; processes that it "
+                "starts are not tried"
             )
         return (
-            f"nothing was tried: the program ended by itself after {plural(found['num_steps'], 'step')}, and a "
-            f"comparison takes {MIN_STEPS + 2}: let it run longer"
+            f"the program ended by itself after {plural(num, 'step')}, and a comparison takes {MIN_STEPS + 2}: let it "
+            "run longer"
         )
 
     # Which
 
-    def _choose(self, seen: Seen) -> list[Job]:
+    def _choose(self, seen: Seen) -> None:
         """By predicted gain. What was left out is noted with its reason."""
-        fitting = []
-        self._predicted = {name: _predict(row, seen) for name, row in self._known.items()}
-        for name, row in self._known.items():
-            why = "" if name in self._only else row.misfit(seen)
+        fitting: list[tuple[float, Job]] = []
+        for name, change in self._known.items():
+            why = "" if name in self._only else change.misfit(seen)
             if self._only and name not in self._only:
                 continue
+            job = self._job(name, (change,), seen)
+            job.row.predicted = _predict(change, seen)
+            likely = job.row.predicted.expected if job.row.predicted else 0.0
+            if not why and not self._only and not self._takes_all and likely < MIN_PREDICTED and name in CANDIDATES:
+                why = "nothing predicts a gain from it"
             if why:
                 self.tried.not_tried[name] = why
             else:
-                fitting.append(row)
-        fitting.sort(key=lambda row: -_expected(self._predicted[row.name]))
-        if not self._only and not self._takes_all:
-            for row in fitting[:]:
-                likely = _expected(self._predicted[row.name])
-                is_own = row.name not in load_candidates()
-                if likely < MIN_PREDICTED and not is_own:
-                    self.tried.not_tried[row.name] = "nothing predicts a gain from it"
-                    fitting.remove(row)
-            for row in fitting[NUM_CHOSEN:]:
-                likely = _expected(self._predicted[row.name])
-                self.tried.not_tried[row.name] = (
-                    f"others are predicted to bring more than its {signed(likely)}: --all tries it"
-                )
-            fitting = fitting[:NUM_CHOSEN]
-        jobs = [Job(row.name, (row,)) for row in fitting]
-        self._rows = {job.name: self._row(job, seen) for job in jobs}
-        return self._fit_into_budget(jobs)
+                fitting.append((likely, job))
+        fitting.sort(key=lambda pair: -pair[0])
+        num = len(fitting) if self._only or self._takes_all else NUM_CHOSEN
+        self._jobs = [job for _, job in fitting[:num]]
+        for likely, job in fitting[num:]:
+            why = f"others are predicted to bring more than its {signed(likely)}: --all tries it"
+            self.tried.not_tried[job.name] = why
 
-    def _row(self, job: Job, seen: Seen) -> Row:
+    def _job(self, name: str, changes: tuple[Candidate, ...], seen: Seen) -> Job:
+        job = Job(name, changes)
         loaders = [row["batch_size"] for row in seen.facts["loaders"] if isinstance(row["batch_size"], int)]
         words = {
             "device": seen.facts["device"], "threads": seen.facts["num_cores"],
@@ -227,69 +229,66 @@ class Trials:
             "workers": 1 if any(row["is_iterable"] for row in seen.facts["loaders"]) else MAX_WORKERS,
             "batch": int(job.samples * loaders[0]) if loaders else "",
         }  # fmt: skip
-        codes = []
-        for row in job.rows:
-            code = row.code.get(self.tried.trainer, row.code.get("", ""))
-            for key, value in words.items():
-                code = code.replace(f"{{{key}}}", str(value))
-            codes.append(code)
-        return Row(
-            names=[row.name for row in job.rows],
-            what=", ".join(row.what for row in job.rows),
-            predicted=self._predicted.get(job.name),
-            code="\n".join(codes),
-            watch_out="; ".join(row.watch_out for row in job.rows if row.watch_out),
+        codes = "\n".join(change.code.get(self.tried.trainer, change.code.get("", "")) for change in changes)
+        for key, value in words.items():
+            codes = codes.replace(f"{{{key}}}", str(value))
+        job.row = Row(
+            names=[change.name for change in changes],
+            what=", ".join(change.what for change in changes),
+            code=codes,
+            watch_out="; ".join(change.watch_out for change in changes if change.watch_out),
         )
+        return job
 
-    def _fit_into_budget(self, jobs: list[Job]) -> list[Job]:
-        """Shorter blocks where time is short; then fewer changes."""
+    def _fit_into_budget(self) -> list[Job]:
+        """Shorter blocks where time is short; then fewer changes. What that means is said before it begins."""
+        jobs = list(self._jobs)
         for size in SIZES if self._num_rounds > 1 else SIZES[-1:]:
             self._size = size
             if self._first_round_s(jobs) <= 0.7 * self.left_s:
-                return jobs
-        while jobs and self._first_round_s(jobs) > self.left_s:
-            gone = jobs.pop()
-            wanted = seconds(self._first_round_s([gone]))
-            why = f"the budget has no room: it would take {wanted}, and {seconds(self.left_s)} are left"
-            self._rows[gone.name].reason = why
-        return jobs
-
-    def _foretell(self, jobs: Sequence[Job]) -> None:
-        """Say what begins, how long it takes, and what the budget leaves out."""
+                break
+        while jobs and (wanted_s := self._first_round_s(jobs)) > self.left_s:
+            gone = jobs.pop().row
+            gone.reason = (
+                f"the budget has no room: a round with it takes {seconds(wanted_s)}, {seconds(self.left_s)} are left"
+            )
         start, step = seconds(self.tried.startup_s), seconds(self.tried.step_s)
         names = ", ".join(job.name for job in jobs) or "nothing"
         self._announce(
             f"The program takes {start} to start, and {step} a step. To be tried: {names}; the first round takes about "
             f"{seconds(self._first_round_s(jobs))}, and {seconds(self.left_s)} are left."
         )
-        for name, row in self._rows.items():
-            if row.reason:
-                self._announce(f"Not tried: {name}: {row.reason}")
+        for job in self._jobs:
+            if job.row.reason:
+                self._announce(f"Not tried: {job.name}: {job.row.reason}")
+        return jobs
 
     def _first_round_s(self, jobs: Sequence[Job]) -> float:
-        return sum(self._job_s(job) for job in (UNCHANGED, *self._joined(jobs))) if jobs else 0.0
+        return sum(self._job_s(job) for job in (self._unchanged, *self._joined(jobs))) if jobs else 0.0
 
     def _joined(self, jobs: Sequence[Job]) -> list[Job]:
         """Where starting the program takes long, what can be switched shares one process."""
         assert self.tried.startup_s is not None
-        switched = [job for job in jobs if job.is_switched]
-        if len(switched) < 2 or self.tried.startup_s * len(switched) < LONG_STARTUP * self.left_s:
+        parts = tuple(job for job in jobs if job.is_switched)
+        if len(parts) < 2 or self.tried.startup_s * len(parts) < LONG_STARTUP * self.left_s:
             return list(jobs)
-        one = Job("one-by-one", tuple(row for job in switched for row in job.rows), is_one_by_one=True)
+        one = Job("one-by-one", tuple(change for job in parts for change in job.changes), parts=parts)
         return [one, *(job for job in jobs if not job.is_switched)]
 
     def _job_s(self, job: Job) -> float:
         """How long it will take, about."""
         assert self.tried.startup_s is not None
         num = sum(int(block["steps"]) for block in self._plan(job)["plan"])
-        return self.tried.startup_s + num * self._step_s(job) + (30.0 if "compile" in job.on else 1.0)
+        compiling_s = COMPILING_S / (1.01 - waited_share([self._first])) if "compile" in job.on else 1.0
+        return self.tried.startup_s + num * self._step_s(job) + compiling_s
 
     def _step_s(self, job: Job) -> float:
         """A step with these changes: as it was before, or as predicted."""
         assert self.tried.step_s is not None
-        before = [process_s(done.seen) for done in self._runs.get(job.name, {}).values()]
-        gains = [_expected(self._predicted.get(row.name)) for row in job.rows if not row.is_switched]
-        return median(before) if before else self.tried.step_s * job.samples / (1 + max(gains, default=0.0))
+        if job.runs:
+            return median(process_s(done.seen) for done in job.runs.values())
+        gain = 0.0 if job.is_switched or not job.row.predicted else job.row.predicted.expected
+        return self.tried.step_s * job.samples / (1 + gain)
 
     # How
 
@@ -304,155 +303,125 @@ class Trials:
             left = self._num_steps - num_first - 4
             num = max(min(num, left // (2 * pairs + 1 if job.is_switched else NUM_BLOCKS)), MIN_BLOCK)
             pairs = max(min(pairs, (left // num - 1) // 2), 1)
-        first = {"on": [] if job.is_one_by_one else job.on, "steps": num_first, "kind": "first"}
-        on, off = ({"on": names, "steps": num, "kind": "timed"} for names in (job.on, []))
+        off = {"on": [], "steps": num, "kind": "timed"}
+        plan = [{"on": [] if job.parts else job.on, "steps": num_first, "kind": "first"}]
         if job.is_switched:
-            all_on = [[name] for name in job.on] if job.is_one_by_one else [job.on]
-            plan = [first, off, *[block for names in all_on for block in ({**on, "on": names}, off)] * pairs]
+            kinds = [part.on for part in job.parts] or [job.on]
+            plan += [off, *[block for on in kinds for block in ({**off, "on": on}, off)] * pairs]
         else:
-            plan = [first, *[on] * NUM_BLOCKS]
-        whole = [row.name for row in job.rows if not row.is_switched]
+            plan += [{**off, "on": job.on}] * NUM_BLOCKS
+        whole = [change.name for change in job.changes if not change.is_switched]
         return {"plan": plan, "whole": whole, "finds_models": bool(job.on)}
 
-    def _measure(self, jobs: list[Job], seen: Seen) -> None:
-        jobs = sorted(jobs, key=self._job_s)  # what may eat the budget, as compiling does, comes last
-        self._round(0, [UNCHANGED, *self._joined(jobs)], jobs)
+    def _measure(self, seen: Seen, jobs: list[Job]) -> None:
+        jobs.sort(key=self._job_s)  # what may eat the budget, as compiling does, comes last
+        if jobs:
+            self._round(0, [self._unchanged, *self._joined(jobs)])
         for turn in range(1, self._num_rounds):
-            open_jobs = [job for job in jobs if not self._is_done(job) and job.name not in self._one_by_one]
-            if not open_jobs:
+            left = [job for job in jobs if not job.is_done]
+            plain = [] if all(job.is_switched for job in left) else [self._unchanged]
+            if not left or not self._round(turn, [*plain, *left]):
                 break
-            plain = [] if all(job.is_switched for job in open_jobs) else [UNCHANGED]
-            if not self._round(turn, [*plain, *open_jobs], jobs):
-                break
-        best = [job.rows[0] for job in jobs if (row := self._rows[job.name]).outcome == "faster" and row.is_harmless]
-        if any(row.name == "bf16" for row in best):
-            best = [row for row in best if row.name != "tf32"]
+        best = [job.changes[0] for job in jobs if job.row.outcome == "faster" and job.row.is_harmless]
+        if any(change.name == "bf16" for change in best):
+            best = [change for change in best if change.name != "tf32"]
         if len(best) > 1:
-            job = Job("together", tuple(best))
-            self._rows[job.name] = self._row(job, seen)
+            job = self._job("together", tuple(best), seen)
+            self._jobs.append(job)
             for turn in range(MAX_RUNS, MAX_RUNS + (1 if job.is_switched else MIN_RUNS)):
-                self._round(turn, [job] if job.is_switched else [UNCHANGED, job], [*jobs, job])
+                self._round(turn, [job] if job.is_switched else [self._unchanged, job])
 
-    def _round(self, turn: int, jobs: Sequence[Job], all_jobs: Sequence[Job]) -> bool:
+    def _round(self, turn: int, jobs: Sequence[Job]) -> bool:
         """Run each of them once; False when the budget ends it."""
         for job in jobs:
-            if job.name in self._failed:
+            if job.row.reason:
                 continue
             wanted_s = self._job_s(job)
             if wanted_s > self.left_s:
                 return False
-            self._say(f"round {turn + 1}: {job.name}{self._so_far()}", 1 - self.left_s / self._budget_s)
+            found = [f"{one.row.what} {gain_text(one.row.gain)}" for one in self._jobs if one.row.gain is not None]
+            so_far = f"; so far {', '.join(found)}" if found else ""
+            self._say(f"round {turn + 1}: {job.name}{so_far}", 1 - self.left_s / self._budget_s)
             at_most_s = min(PATIENCE * wanted_s + 30, max(0.6 * self.left_s, wanted_s))
             done = self._launcher.run(job.name, at_most_s, self._plan(job))
             has_all = done.ranks and all(rank["is_whole"] and not rank["error"] for rank in done.ranks)
-            if has_all or (done.exit_code == -9 and job.is_switched and len(timed(done.seen)) > 2 * MIN_PAIRS):
-                for name in job.on if job.is_one_by_one else [job.name]:
-                    self._runs.setdefault(name, {})[turn] = done
-                    self._one_by_one |= {name} if job.is_one_by_one else set()
-            elif done.exit_code == -9 and job.name in self._runs:
+            is_late = done.exit_code == -9 and not done.seen["error"]
+            if has_all or (is_late and job.is_switched and len(timed(done.seen)) > 2 * MIN_PAIRS):
+                for one in job.parts or (job,):
+                    one.runs[turn] = done
+                    one.row.losses, one.row.losses_text = NOT_APART if job.parts else ("unknown", "")
+            elif is_late and job.runs:
                 return False
-            elif job is UNCHANGED:
+            elif job is self._unchanged:
                 self.tried.notes.append(f"the unchanged program failed in round {turn + 1}: {_why(done)}")
             else:
-                self._failed |= dict.fromkeys(job.on if job.is_one_by_one else [job.name], _why(done))
-            self._judge(all_jobs)
+                for one in job.parts or (job,):
+                    one.row.outcome, one.row.reason = "not measured" if is_late else "failed", _why(done)
+            self._judge()
         return True
-
-    def _is_done(self, job: Job) -> bool:
-        num = len(self._runs.get(job.name, {}))
-        most, least = (MAX_SWITCHED_RUNS, 1) if job.is_switched else (MAX_RUNS, MIN_RUNS)
-        is_enough = num >= least and is_narrow(self._rows[job.name].gain)
-        return job.name in self._failed or num >= most or is_enough
 
     # What came of it
 
-    def _judge(self, jobs: Sequence[Job]) -> None:
-        plain = self._runs.get(UNCHANGED.name, {})
+    def _judge(self) -> None:
+        plain = self._unchanged.runs
         unchanged = [self._first, *(done.seen for done in plain.values())]
-        alone = [job for job in jobs if not job.is_switched]
-        for job in jobs:
-            runs = self._runs.get(job.name, {}).values()
-            beside = () if job.is_switched else plain.values()
-            self._rows[job.name].is_wall = must_be_wall([done.seen for done in (*runs, *beside)])
-        ratios = {
-            job.name: [
-                process_s(plain[turn].seen, is_wall=is_wall) / process_s(done.seen, is_wall=is_wall)
-                for turn, done in self._runs.get(job.name, {}).items()
-                if turn in plain
-            ]
-            for job in alone
-            for is_wall in [self._rows[job.name].is_wall]
-        }
-        spread = max((block_spread(done.seen) for done in plain.values()), default=0.0)
-        gains = process_gains(ratios, {job.name: job.samples for job in alone}, spread)
-        for job in jobs:
-            row, own = self._rows[job.name], list(self._runs.get(job.name, {}).values())
-            if job.name in self._failed:
-                row.outcome, row.reason = "failed", self._failed[job.name]
-            if not own:
+        blocks = max((block_spread(done.seen) for done in plain.values()), default=0.0)
+        plain_ranks = [rank for done in plain.values() for rank in done.ranks]
+        for job in self._jobs:
+            row, found = job.row, [done.seen for done in job.runs.values()]
+            if not found:
                 continue
-            found = [done.seen for done in own]
-            gain = (
-                switched_gain(found, job.on, job.samples, is_wall=row.is_wall)
-                if job.is_switched
-                else gains.get(job.name)
-            )
-            row.gain = gain
-            settle(row)
-            row.num_runs = len(own)
+            row.is_wall = must_be_wall(found if job.is_switched else [*found, *unchanged[1:]])
+            if job.is_switched:
+                row.gain = switched_gain(found, job.on, job.samples, is_wall=row.is_wall)
+            else:
+                times = ((plain[turn].seen, done.seen) for turn, done in job.runs.items() if turn in plain)
+                step_s = ([process_s(seen, is_wall=row.is_wall) for seen in pair] for pair in times)
+                row.gain = process_gain(
+                    [without / own for without, own in step_s], job.samples, process_spread(unchanged), blocks
+                )
+            if row.outcome != "failed":
+                settle(row)
+            row.num_runs, row.startup_s = len(found), found[0]["startup_s"]
             row.num_steps = sum(len(block["seconds"]) for seen in found for block in timed(seen, job.on))
-            row.startup_s = found[0]["startup_s"]
-            rounding = max(candidate.rounding for candidate in job.rows)
-            row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
-            if job.name in self._one_by_one:
-                row.losses, row.losses_text = "unknown", "not told apart: all changes shared one process"
-            peaks = [rank for done in own for rank in done.ranks]
-            others = [rank for done in plain.values() for rank in done.ranks]
-            row.memory_bytes, row.memory_text = judge_memory(peaks, others, job.on)
-        known = [block["peak_bytes"] for done in plain.values() for rank in done.ranks for block in timed(rank)]
+            if row.losses_text != NOT_APART[1]:
+                rounding = max(change.rounding for change in job.changes)
+                row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
+            ranks = [rank for done in job.runs.values() for rank in done.ranks]
+            row.memory_bytes, row.memory_text = judge_memory(ranks, plain_ranks, job.on)
+        known = [block["peak_bytes"] for rank in plain_ranks for block in timed(rank)]
         self.tried.memory_bytes = max((value for value in known if value is not None), default=None)
         if plain:
-            self.tried.step_s = self._step_s(UNCHANGED)
-
-    def _so_far(self) -> str:
-        found = [f"{row.what} {gain_text(row.gain)}" for row in self._rows.values() if row.gain is not None]
-        return f"; so far {', '.join(found)}" if found else ""
+            self.tried.step_s = self._step_s(self._unchanged)
 
     def _write(self, why_not: str) -> None:
-        tried = self.tried
-        rows = dict(self._rows)
-        for row in rows.values():
-            if row.outcome == "not measured" and not row.reason:
-                row.reason = why_not
-        tried.is_whole = tried.step_s is not None and all(row.outcome != "not measured" for row in rows.values())
-        tried.together = rows.pop("together", None)
-        tried.rows = sorted(rows.values(), key=lambda row: -(row.gain.expected if row.gain else -math.inf))
-        self._add_notes()
+        tried, launcher = self.tried, self._launcher
+        rows = [job.row for job in self._jobs if job.name != "together"]
+        tried.together = next((job.row for job in self._jobs if job.name == "together"), None)
+        tried.rows = sorted(rows, key=lambda row: -(row.gain.expected if row.gain else -math.inf))
+        for job in self._jobs:
+            if job.row.outcome == "not measured":
+                job.row.reason = job.row.reason or why_not
+        is_all = all(job.row.outcome != "not measured" for job in self._jobs)
+        tried.is_whole = tried.step_s is not None and is_all
+        waited = waited_share(done.seen for job in (self._unchanged, *self._jobs) for done in job.runs.values())
+        walls = " and ".join(job.name for job in self._jobs if job.row.gain is not None and job.row.is_wall)
+        changed, saved = launcher.changed_files(), sorted(launcher.saved)
+        tried.notes += [
+            note for is_so, note in (
+                (waited > BUSY, "the machine was busy: the training thread waited for a core for "
+                 f"{percent(waited)} of the time, which is left out of the times"
+                 f"{f', but not for {walls}: there others of the program work, too' if walls else ''}"),
+                (not launcher.is_copied, f"{launcher.folder} is too large to be copied: the program ran in it"),
+                (saved, f"what the program saves elsewhere went into the trials' folders: {_few(saved)}"),
+                (changed, f"{plural(len(changed), 'file')} of {launcher.folder} changed meanwhile: {_few(changed)}"),
+            ) if is_so
+        ]  # fmt: skip
         tried.headline = headline(tried)
         tried.seconds = time.monotonic() - self._start_s
         if tried.step_s is not None:
             text = msgspec.json.format(msgspec.json.encode(tried), indent=1).decode()
-            replace_file(self._launcher.output_dir / TRIED_FILE, lambda file: file.write(text))
-
-    def _add_notes(self) -> None:
-        notes, launcher = self.tried.notes, self._launcher
-        found = [timed(done.seen) for runs in self._runs.values() for done in runs.values()]
-        waits = [sum(block["waited"]) / sum(block["seconds"]) for blocks in found for block in blocks]
-        if waits and fmean(waits) > BUSY:
-            walls = [name for name, row in self._rows.items() if row.gain is not None and row.is_wall]
-            but = f", but not for {' and '.join(walls)}: there others of the program work, too" if walls else ""
-            notes.append(
-                f"the machine was busy: the training thread waited for a core for {percent(fmean(waits))} of the time, "
-                f"which is left out of the times{but}"
-            )
-        if not launcher.is_copied:
-            notes.append(f"{launcher.folder} is too large to be copied: the program ran in it")
-        if launcher.saved:
-            notes.append(
-                f"what the program saves elsewhere went into the trials' folders: {_few(sorted(launcher.saved))}"
-            )
-        if changed := launcher.changed_files():
-            notes.append(f"{plural(len(changed), 'file')} of {launcher.folder} changed meanwhile: {_few(changed)}")
+            replace_file(launcher.output_dir / TRIED_FILE, lambda file: file.write(text))
 
 
 def headline(tried: Tried) -> str:
@@ -490,18 +459,14 @@ def _predict(row: Candidate, seen: Seen) -> Gain | None:
     return Gain.of_saving(1.0, 0.3 * saved, saved, 1.5 * saved) if saved else None
 
 
-def _expected(gain: Gain | None) -> float:
-    return gain.expected if gain is not None else 0.0
-
-
 def _why(done: Ended) -> str:
     if done.seen["error"]:
         return str(done.seen["error"])[:300]
     if done.exit_code == 0:
         return f"the program ended by itself after {plural(done.seen['num_steps'], 'step')}"
-    said = f"; it said last: {done.reason}" if done.reason else ""
     if done.exit_code == -9:
-        return f"it was not done after {seconds(done.seconds)}{said}"
+        return f"it was not done after {seconds(done.seconds)}"
+    said = f"; it said last: {done.reason}" if done.reason else ""
     return f"it was ended by signal {-done.exit_code}{said}" if done.exit_code < 0 else done.reason
 
 
