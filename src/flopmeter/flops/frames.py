@@ -75,9 +75,7 @@ class Batch:
 
     def workload(self) -> Workload:
         """What the call was given. Reads from the device."""
-        if self.late is None:
-            return Workload()
-        return self.late.resolve({name: float(value) for name, value in self.late.unread.items()})
+        return self.late.resolve() if self.late is not None else Workload()
 
 
 @dataclass(eq=False, slots=True)

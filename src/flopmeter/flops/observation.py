@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +26,6 @@ from flopmeter.flops.formulas import Formula, Spec, Work
 from flopmeter.flops.frames import NO_FRAME, Batch, Frame, FrameTracker, counts_aside, has_sizes
 from flopmeter.flops.long_masks import Known
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
-from flopmeter.flops.repeats import COMPILED, Repeats
 from flopmeter.flops.tally import Call, WorkPhase, tally
 from flopmeter.flops.token_rows import Text, TokenRows
 from flopmeter.hook_hiding import replace_attribute, surround_backward, surround_recomputation
@@ -65,6 +65,9 @@ _BY_HEADS = "aten::_scaled_dot_product"
 """Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
 _IN_FUNCTIONS = {(name, torch.autograd.function.__file__) for name in ("apply", "apply_boxed")}
 """Where torch calls an autograd.Function, forward as a method of the class and backward as one of its node."""
+GRADIENTS_PER_PRODUCT = 2
+COMPILED = "CompiledFunctionBackward"
+"""The compiler's own function, which holds a whole model: what it makes again is told by the uncompiled twin."""
 INTEGERS = "Products of integers are no floating-point operations: {}."
 BESIDE_COMPILER = f"torch {torch.__version__} lets no step be observed that runs compiled code"
 BESIDE_GRAPHS = f"torch {torch.__version__} lets no step be observed beside the CUDA graphs of torch.compile"
@@ -124,7 +127,10 @@ class Observation:
         """Of what operators have made, whether something was written into it; a tensor and its views share the list."""
         self._reruns: list[int] = []
         """Backward passes in which a checkpoint runs a part again now."""
-        self._repeats = Repeats()
+        self._products_once: Counter[tuple[int, float]] = Counter()
+        """Products without gradients, by the number of the node that was made before them and their FLOPs."""
+        self._products_again: dict[tuple[int, float], list[int]] = defaultdict(list)
+        """Positions of those in a custom function's backward pass; it has the forward pass's sequence number."""
         self._mode = _Mode(self._take, not is_training_step, limit)
         self._builds_graph: list[bool] = []
         self._is_in_optimizer = False
@@ -211,7 +217,12 @@ class Observation:
 
     def result(self, convention: Convention = "exact") -> FlopCount:
         """The FLOPs of what was seen. Reads the mask sums from the device."""
-        again = self._repeats.find()
+        again = {
+            position
+            for key, positions in self._products_again.items()
+            if (num_once := self._products_once[key])
+            for position in positions[: max(0, len(positions) - GRADIENTS_PER_PRODUCT * num_once)]
+        }
         calls = [call._replace(phase="recompute") if i in again else call for i, call in enumerate(self.calls)]
         calls = [call._replace(phase="forward") if call.function in self._functions else call for call in calls]
         count = tally(calls, self._frames, self.uncounted, convention, self.uncounted_flop)
@@ -363,12 +374,20 @@ class Observation:
         return "side", True
 
     def _note_repeats(self, phase: WorkPhase, work: Work | Callable[[], Work], node: Any) -> None:
+        """For products that a custom autograd function computes a second time in its backward pass.
+
+        Chunked losses (TRL, Liger) and fused layers throw their products away and make them again, with gradients
+        switched off: to the dispatcher that looks like gradient work. But a product of the forward pass has at most two
+        gradients, each of which takes as many FLOPs as the product itself. What is beyond that is recomputation. Not
+        seen: a repeat that takes the place of a gradient which nobody wants (a frozen weight), and one that is cut into
+        chunks of another size than the forward pass was.
+        """
         if not isinstance(work, Work) or torch.is_grad_enabled():
             return
         if phase in ("forward", "side"):
-            self._repeats.see_forward(sequence_nr() - 1, work.full)
-        elif phase == "backward":
-            self._repeats.see_backward(node, work.full, len(self.calls))
+            self._products_once[sequence_nr() - 1, work.full] += 1
+        elif isinstance(node, BackwardCFunction) and type(node).__name__ != COMPILED:  # in a backward pass
+            self._products_again[node._sequence_nr(), work.full].append(len(self.calls))
 
     def _pairs_of(
         self, op: str, formula: Formula, bound: Mapping[str, Any], out: Any, text: Text | None, node: Any

@@ -2,7 +2,7 @@
 
     workload_of(batch).tokens                        # reads the batch: for the host
     late = late_workload(batch)                      # reads nothing: for the training loop
-    late.resolve({name: float(scalar) for name, scalar in late.unread.items()})
+    late.resolve()                                   # reads what is left: once the device has caught up
 
 This file alone reads what a model is called with: an observed step, every other step (`WorkloadReader`, which looks
 most calls up by their shapes) and a count on shapes see the same numbers. Every number is a sum over sequences or
@@ -280,17 +280,15 @@ class Workload:
 
 
 PROCESSED = {
-    "tokens": "tokens_processed",
-    "pairs_causal": "pairs_causal_processed",
     "pairs_full": "pairs_processed",
-    "pairs_window": "pairs_window_processed",
-    "pairs_window_full": "pairs_window_full_processed",
-    "decoder_tokens": "decoder_tokens_processed",
-    "decoder_pairs_causal": "decoder_pairs_causal_processed",
     "decoder_pairs_full": "decoder_pairs_processed",
-    "cross_pairs": "cross_pairs_processed",
-    "values": "values_processed",
-    "values_squared": "values_squared_processed",
+    **{
+        name: f"{name}_processed"
+        for name in (
+            *("tokens", "pairs_causal", "pairs_window", "pairs_window_full"),
+            *("decoder_tokens", "decoder_pairs_causal", "cross_pairs", "values", "values_squared"),
+        )
+    },
 }
 """What a field would be if padding were work. Fields that are not here know no padding."""
 _WINDOWS = {"window": "pairs_window", "patch_window": "patch_pairs_window"}
@@ -327,16 +325,15 @@ class LateWorkload:
     decoder_text: torch.Tensor | None = None
     """The same of a decoder: ids, embeddings or labels."""
 
-    def resolve(self, numbers: Mapping[str, float]) -> Workload:
-        """The workload, once every name in `unread` has its number."""
-        read: dict[str, Any] = {name: round(numbers[name]) for name in self.unread}
+    def resolve(self) -> Workload:
+        """The workload. Reads the device."""
+        read: dict[str, Any] = {name: round(float(value)) for name, value in self.unread.items()}
         return Workload(**self.known, **read)
 
 
 def workload_of(batch: Any, needs: Needs | None = None) -> Workload:
     """Read what a batch holds. Waits for the device where masks or image sizes are there."""
-    late = late_workload(batch, needs)
-    return late.resolve({name: float(value) for name, value in late.unread.items()})
+    return late_workload(batch, needs).resolve()
 
 
 def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
@@ -706,10 +703,9 @@ class Lengths(Struct, frozen=True, gc=False):
 
     def resolve(self) -> Workload | None:
         """Read it; None when the mask is no longer the one that was seen."""
-        with DisableTorchFunction():
-            lengths = _sums(self.tensor)
-            if self.tensor._version != self.version:
-                return None
+        lengths = _sums(self.tensor)
+        if self.tensor._version != self.version:
+            return None
         key = (self.padded_to, *lengths)
         found = self.known.get(key)
         if found is None:
@@ -850,7 +846,7 @@ class WorkloadReader:
         others = [value for value in named.values() if not isinstance(value, torch.Tensor)]
         if len(flatten(named)) != len(named) - len(others) or any(map(_may_hold, others)):
             return _NESTED
-        found = late_workload(self.in_order(named), self.needs).resolve({})
+        found = late_workload(self.in_order(named), self.needs).resolve()
         is_known = found.samples or not (len(others) < len(named) or any(map(can_vary, others)))
         return found if is_known else None
 
@@ -904,11 +900,9 @@ def resolve(seen: Sequence[Seen]) -> Workload | None:
         known: Workload | None
         if item is None or isinstance(item, Workload):
             known = item
-        elif isinstance(item, Lengths):
-            known = item.resolve()
         else:
             with DisableTorchFunction():
-                known = item.resolve({name: float(value) for name, value in item.unread.items()})
+                known = item.resolve()
         if known is None:
             return None
         total = known if total is None else total + known
