@@ -142,11 +142,9 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
 
 def _without_values(inputs: _Inputs) -> _Inputs:
     """For models that want gradients of their input, as wav2vec2 does. Integers are ids and masks, and keep theirs."""
-
-    def emptied(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta") if tensor.is_floating_point() else tensor
-
-    lent: _Inputs = tree_map_only(torch.Tensor, emptied, inputs)
+    lent: _Inputs = tree_map_only(
+        torch.Tensor, lambda t: torch.empty_like(t, device="meta") if t.is_floating_point() else t, inputs
+    )
     return lent
 
 

@@ -458,6 +458,4 @@ def _needed_flop(module: nn.Module, tensor: torch.Tensor | None) -> int:
     weight = module._parameters.get("weight")
     if weight is None or tensor is None or weight.dim() != 2 or not tensor.is_floating_point() or not tensor.dim():
         return 0
-    if tensor.shape[-1] not in weight.shape:
-        return 0
-    return 2 * prod(tensor.shape[:-1]) * weight.numel()
+    return 2 * prod(tensor.shape[:-1]) * weight.numel() if tensor.shape[-1] in weight.shape else 0

@@ -78,18 +78,23 @@ roles: list[tuple[str, bool]] = []
 """Roles that are open now, each with whether its passes count as model work."""
 
 
-@contextmanager
-def role(name: str, *, counts: bool = False) -> Iterator[None]:
+def role(name: str, *, counts: bool = False) -> AbstractContextManager[None]:
     """What runs inside without gradients (a teacher, a reference, a rollout) is kept apart under this name.
 
     Args:
         counts: Takes it into model work.
     """
-    roles.append((name, counts))
+    return _pushed(roles, (name, counts))
+
+
+@contextmanager
+def _pushed(stack: list[Any], item: Any) -> Iterator[None]:
+    """The item is on the stack while what is inside runs."""
+    stack.append(item)
     try:
         yield
     finally:
-        roles.pop()
+        stack.pop()
 
 
 class Observation:
@@ -155,8 +160,8 @@ class Observation:
         self._thread = get_ident()
         self._frames.install()
         self._undo = [self._frames.remove, *watch_optimizers(self._set_in_optimizer)]
-        self._undo.append(surround_backward(self._inside_backward))
-        self._undo.append(surround_recomputation(self._inside_recomputation))
+        self._undo.append(surround_backward(partial(_pushed, self._builds_graph)))
+        self._undo.append(surround_recomputation(lambda: _pushed(self._reruns, graph_task_id())))
         if self._is_aside:
             counts_aside.append(self)
             self._undo.append(partial(counts_aside.remove, self))
@@ -234,22 +239,6 @@ class Observation:
     def _set_in_optimizer(self, is_in: bool) -> None:
         if get_ident() == self._thread:
             self._is_in_optimizer = is_in
-
-    @contextmanager
-    def _inside_backward(self, builds_graph: bool) -> Iterator[None]:
-        self._builds_graph.append(builds_graph)
-        try:
-            yield
-        finally:
-            self._builds_graph.pop()
-
-    @contextmanager
-    def _inside_recomputation(self) -> Iterator[None]:
-        self._reruns.append(graph_task_id())
-        try:
-            yield
-        finally:
-            self._reruns.pop()
 
     def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operator has run. Whatever it is, the training code that called it goes on."""
@@ -666,12 +655,6 @@ def _dtype_of(args: Iterable[Any]) -> str:
 def watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], None]]:
     """Tell when an optimizer of torch's begins and ends its step; gives what ends that."""
 
-    def enter(*_: Any) -> None:
-        set_inside(True)
-
-    def leave(*_: Any) -> None:
-        set_inside(False)
-
-    before = register_optimizer_step_pre_hook(outside_compiler(enter))
-    after = register_optimizer_step_post_hook(outside_compiler(leave))
+    before = register_optimizer_step_pre_hook(outside_compiler(lambda *_: set_inside(True)))
+    after = register_optimizer_step_post_hook(outside_compiler(lambda *_: set_inside(False)))
     return [before.remove, after.remove]
