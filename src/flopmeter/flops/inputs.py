@@ -88,17 +88,14 @@ class _Described:
 
     def _main_input(self) -> dict[str, Any]:
         main = str(self.model.main_input_name)
-        makers: dict[str, Callable[[], dict[str, Any]]] = {
-            "input_ids": self._text,
-            "pixel_values": lambda: {"pixel_values": self._pixels()},
-            "input_values": lambda: {"input_values": self._sound()},
-            "input_features": lambda: {"input_features": self._spectrogram()},
-        }
+        makers: dict[str, Callable[[], Any]] = {"input_ids": self._text, "pixel_values": self._pixels}
+        makers |= {"input_values": self._sound, "input_features": self._spectrogram}
         if main == "pixel_values" and "input_ids" in self.names:
             main = "input_ids"  # captions: the text comes with its image
         if main not in makers or main not in self.names:
             raise _unguessable(self.model, self.names, f"its main input {main!r} is of a kind unknown here")
-        return makers[main]()
+        made = makers[main]()
+        return made if main == "input_ids" else {main: made}
 
     def _text(self) -> dict[str, Any]:
         ids = torch.full((self.batch_size, self.length), _ordinary_token(self.config))

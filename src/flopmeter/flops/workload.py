@@ -268,9 +268,8 @@ class Workload:
             "pairs_causal": sum(pairs(n, causal=True) for n in lengths),
             "pairs_processed": rows * padded_to**2,
         }
-        shape = ((("input", rows, padded_to),),)
         found: dict[str, Any] = {"samples": rows, "window": needs.window, "patch_window": needs.patch_window, **text}
-        found["shape"] = shape
+        found["shape"] = ((("input", rows, padded_to),),)
         if needs.window:
             found["pairs_window"] = sum(pairs(n, causal=True, window=needs.window) for n in lengths)
         if needs.has_decoder:
@@ -666,10 +665,8 @@ def padding_mask(inputs: Mapping[str, Any], whose: str = "") -> torch.Tensor | N
 
 def second_input(inputs: Mapping[str, Tensors], main: str) -> torch.Tensor | None:
     """What a decoder is given beside the main input: the next tensor of two or more dimensions that is no mask."""
-    for name, value in inputs.items():
-        if name != main and isinstance(value, torch.Tensor) and value.dim() >= 2 and "mask" not in name:
-            return value
-    return None
+    others = (value for name, value in inputs.items() if name != main and "mask" not in name)
+    return next((value for value in others if isinstance(value, torch.Tensor) and value.dim() >= 2), None)
 
 
 def is_list_of_samples(tensors: list[torch.Tensor], reads: Reads) -> bool:
