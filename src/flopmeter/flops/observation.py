@@ -23,7 +23,7 @@ from flopmeter.devices import NO_FLOP, devices_of, product_dtype, tf32_families
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
-from flopmeter.flops.frames import NO_FRAME, Batch, Frame, FrameTracker, counts_aside, has_sizes
+from flopmeter.flops.frames import NO_FRAME, Frame, FrameTracker, counts_aside, has_sizes
 from flopmeter.flops.long_masks import Known
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
 from flopmeter.flops.tally import Call, WorkPhase, tally
@@ -125,6 +125,8 @@ class Observation:
         self.facts = StepFacts(self.device_type) if is_training_step else None
         self._rows = TokenRows()
         self._frames = FrameTracker(roots, self._rows, is_aside=not is_training_step)
+        self.batches = self._frames.batches
+        """What the roots were called with, one per call."""
         self._pairs = PairTracker(self._rows)
         self._functions: set[int] = set()
         """Autograd nodes of the program's own functions that ran backward."""
@@ -144,11 +146,6 @@ class Observation:
         self._is_aside = not is_training_step
         self._thread = get_ident()
         self._undo: list[Callable[[], None]] = []
-
-    @property
-    def batches(self) -> list[Batch]:
-        """What the roots were called with, one per call."""
-        return self._frames.batches
 
     @property
     def has_compiled(self) -> bool:
@@ -291,7 +288,7 @@ class Observation:
         if goes_forward and not is_nested:
             self._rows.follow(op, args, out)
         self._note_repeats(phase, work, node)
-        pairs = self._pairs_of(op, formula, {**bound, **kwargs}, out, text, node)
+        pairs = self._pairs_of(op, formula, {**bound, **kwargs}, out, node)
         is_loose = phase == "side" and not torch.is_grad_enabled()
         self.calls.append(
             Call(
@@ -378,35 +375,29 @@ class Observation:
         elif isinstance(node, BackwardCFunction) and type(node).__name__ != COMPILED:  # in a backward pass
             self._products_again[node._sequence_nr(), work.full].append(len(self.calls))
 
-    def _pairs_of(
-        self, op: str, formula: Formula, bound: Mapping[str, Any], out: Any, text: Text | None, node: Any
-    ) -> Pairs | None:
+    def _pairs_of(self, op: str, formula: Formula, bound: Mapping[str, Any], out: Any, node: Any) -> Pairs | None:
         if op.startswith("higher_order::flex"):
             return flex_pairs(bound)
-        if formula.family == "attention":
-            return self._fused_pairs(op, bound, text, node)
-        if op not in SCORE_PRODUCTS:
-            return None
         known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
-        if known is not None:
-            return known
-        pairs = self._pairs.product(op, bound, out)
+        if formula.family == "attention":
+            pairs = self._fused_pairs(op, bound, known, node)
+        elif op not in SCORE_PRODUCTS or known is not None:
+            return known if op in SCORE_PRODUCTS else None
+        else:
+            pairs = self._pairs.product(op, bound, out)
         if pairs is not None and torch.is_grad_enabled():
             self._pairs.by_sequence.setdefault(sequence_nr() - 1, pairs)
         return pairs
 
-    def _fused_pairs(self, op: str, bound: Mapping[str, Any], text: Text | None, node: Any) -> Pairs | None:
+    def _fused_pairs(self, op: str, bound: Mapping[str, Any], known: Pairs | None, node: Any) -> Pairs | None:
         query, key, value = (bound.get(name) for name in ("query", "key", "value"))
         if not (has_sizes(query) and has_sizes(key) and has_sizes(value)):
             return None
-        known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
         queries, keys = (self._rows.of_product((own,)) for own in (query, key))
         if known is not None:
             queries, keys = known.queries, known.keys
-        pairs = Pairs(is_attention=True, needed=_needed_gradients(node, query.shape[-1], value.shape[-1]))
-        pairs.queries, pairs.keys = queries, keys
-        if torch.is_grad_enabled():
-            self._pairs.by_sequence.setdefault(sequence_nr() - 1, pairs)
+        needed = _needed_gradients(node, query.shape[-1], value.shape[-1])
+        pairs = Pairs(is_attention=True, needed=needed, queries=queries, keys=keys)
         mask, shape = explicit_mask(bound), (query.shape[-2], key.shape[-2])
         is_real = queries.is_real if queries is not None else None
         if mask is not None:

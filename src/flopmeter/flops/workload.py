@@ -279,15 +279,17 @@ class Workload:
 
 
 PROCESSED = {
+    "tokens": "tokens_processed",
+    "pairs_causal": "pairs_causal_processed",
     "pairs_full": "pairs_processed",
+    "pairs_window": "pairs_window_processed",
+    "pairs_window_full": "pairs_window_full_processed",
+    "decoder_tokens": "decoder_tokens_processed",
+    "decoder_pairs_causal": "decoder_pairs_causal_processed",
     "decoder_pairs_full": "decoder_pairs_processed",
-    **{
-        name: f"{name}_processed"
-        for name in (
-            *("tokens", "pairs_causal", "pairs_window", "pairs_window_full"),
-            *("decoder_tokens", "decoder_pairs_causal", "cross_pairs", "values", "values_squared"),
-        )
-    },
+    "cross_pairs": "cross_pairs_processed",
+    "values": "values_processed",
+    "values_squared": "values_squared_processed",
 }
 """What a field would be if padding were work. Fields that are not here know no padding."""
 _WINDOWS = {"window": "pairs_window", "patch_window": "patch_pairs_window"}
