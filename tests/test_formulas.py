@@ -299,6 +299,12 @@ def test_a_users_formula_wins_even_if_it_came_first_and_nothing_imports_torch() 
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_operators_with_one_order_of_arguments_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopmeter.flops.formulas._registry", {})
+    formula("mylib::one mylib::two added left right")(lambda left, right, **_: left * right)
+    assert [find(f"mylib::{name}")(1, 3, 4).full for name in ("one", "two")] == [12, 12]
+
+
 def test_an_operator_name_without_namespace_is_refused() -> None:
     with pytest.raises(ValueError, match="namespace::name"):
         formula("mm")(lambda: 0)

@@ -222,15 +222,14 @@ def test_a_late_workload_reads_no_tensor(name: str) -> None:
 def test_a_late_workload_resolves_to_what_reading_gives(name: str) -> None:
     late = late_workload(VALUES[name], ALL_NEEDS)
     assert isinstance(late, LateWorkload)
-    numbers = {key: float(scalar) for key, scalar in late.unread.items()}
-    assert late.resolve(numbers) == workload_of(VALUES[name], ALL_NEEDS)
+    assert late.resolve() == workload_of(VALUES[name], ALL_NEEDS)
 
 
 def test_nothing_is_left_unread_when_shapes_tell_all() -> None:
     batch = {"input_ids": ids(2, 5).to("meta"), "pixel_values": torch.zeros(2, 3, 4, 4, device="meta")}
     late = late_workload(batch, Needs(window=3))
     assert late.unread == {}
-    assert late.resolve({}).tokens == 10
+    assert late.resolve().tokens == 10
 
 
 def test_lengths_are_counted_wherever_tensors_are_made_by_default() -> None:

@@ -105,6 +105,8 @@ def facts_of(observation: Observation, count: FlopCount) -> dict[str, Any]:
     seen = observation.facts
     assert seen is not None
     kinds = [kind for root in observation.roots for kind in type(root).__mro__]
+    # By dtype and sizes (rows, columns, inner length), with their calls; most work first.
+    products = sorted(seen.products.items(), key=lambda item: -item[1] * item[0][1] * item[0][2] * item[0][3])
     fields: dict[str, Any] = {
         "num_ops": seen.num_ops,
         "num_optimizer_ops": seen.num_optimizer_ops,
@@ -113,7 +115,7 @@ def facts_of(observation: Observation, count: FlopCount) -> dict[str, Any]:
         "host_sync_places": [place for place, _ in seen.places.most_common()],
         "odd_sizes": odd_sizes(observation.roots),
         "matmul_dtypes": dict(count.by_dtype),
-        "products": _largest(seen.products),
+        "products": [[*key, calls] for key, calls in products[:MAX_PRODUCTS]],
         "tf32": uses_tf32() if observation.device_type == "cuda" else None,
         "optimizer": seen.optimizer,
         "wrapper": next((kind.__name__ for kind in kinds if kind.__name__ in WRAPPERS), None),
@@ -121,12 +123,6 @@ def facts_of(observation: Observation, count: FlopCount) -> dict[str, Any]:
         "num_recompiles": num_recompiles() if observation.has_compiled else None,
     }
     return fields | eager_attention(observation.calls)
-
-
-def _largest(products: Counter[tuple[str, int, int, int]]) -> list[list[Any]]:
-    """Products of two matrices by dtype and sizes (rows, columns, inner length), with their calls; most work first."""
-    rows = sorted(products.items(), key=lambda item: -item[1] * item[0][1] * item[0][2] * item[0][3])
-    return [[*key, calls] for key, calls in rows[:MAX_PRODUCTS]]
 
 
 def eager_attention(calls: Iterable[Call]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Observation
-from flopmeter.flops.on_shapes import CollectiveError, only_shapes, untouched
+from flopmeter.flops.on_shapes import CollectiveError, only_shapes, real_state, shape_only_state, untouched
 from flopmeter.flops.workload import unwrap as unwrap
 from flopmeter.torch_compat import TOO_OLD, reparametrize_module, tree_iter, tree_map_only
 
@@ -82,16 +82,18 @@ def count_call(
     attempts: dict[str, Callable[[], FlopCount]] = {
         "meta": lambda: _count_on_shapes(target, inputs, observed),
         "meta, inputs too": lambda: _count_on_shapes(target, _without_values(inputs), observed),
-        "meta, experts as batched products": lambda: _count_with_other_experts(target, inputs, observed),
     }
-    if may_run:
+    configs = {id(c): c for m in target.modules() if hasattr(c := getattr(m, "config", None), _EXPERTS)}
+    if configs:
+        attempts["meta, experts as batched products"] = lambda: _count_with_other_experts(
+            configs, lambda: _count_on_shapes(target, inputs, observed)
+        )
+    if may_run and not any(tensor.is_meta for tensor in target.parameters()):
         attempts["real"] = lambda: _count_for_real(target, inputs, observed)
     reasons: dict[str, str] = {}
     for method, attempt in attempts.items():
         try:
             count = attempt()
-        except _NotApplicableError:
-            continue
         except CollectiveError as error:
             raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {error}") from error
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything; the next way is tried
@@ -105,10 +107,6 @@ def count_call(
         if int(version.partition(".")[0]) < 5:
             why.append(f"this is transformers {version}, and mixtures of experts need transformers 5")
     raise CountError(f"the FLOPs of {type(target).__name__} cannot be counted: {'; '.join(why)}")
-
-
-class _NotApplicableError(Exception):
-    """This way of counting has nothing to offer for this model."""
 
 
 def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -129,7 +127,7 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _count_on_shapes(model: nn.Module, inputs: _Inputs, observed: Callable[..., FlopCount]) -> FlopCount:
-    tensors, lent = _shape_only_state(model), tree_map_only(torch.Tensor, _lent, inputs)
+    tensors, lent = shape_only_state(model), tree_map_only(torch.Tensor, _lent, inputs)
     with untouched(model, _lent), only_shapes():
         autocast = active_autocast()  # it does not know of tensors without values
         return observed(tensors, lent, autocast_to=str(autocast[1]).removeprefix("torch.") if autocast else None)
@@ -144,24 +142,19 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
 
 def _without_values(inputs: _Inputs) -> _Inputs:
     """For models that want gradients of their input, as wav2vec2 does. Integers are ids and masks, and keep theirs."""
-
-    def emptied(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta") if tensor.is_floating_point() else tensor
-
-    lent: _Inputs = tree_map_only(torch.Tensor, emptied, inputs)
+    lent: _Inputs = tree_map_only(
+        torch.Tensor, lambda t: torch.empty_like(t, device="meta") if t.is_floating_point() else t, inputs
+    )
     return lent
 
 
-def _count_with_other_experts(model: nn.Module, inputs: _Inputs, observed: Callable[..., FlopCount]) -> FlopCount:
+def _count_with_other_experts(configs: Mapping[int, Any], count: Callable[[], FlopCount]) -> FlopCount:
     """Experts that loop over the tokens each received need values; as one batched product they need none."""
-    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), _EXPERTS)}
-    if not configs:
-        raise _NotApplicableError
     before = {key: getattr(config, _EXPERTS) for key, config in configs.items()}
     try:
         for config in configs.values():
             setattr(config, _EXPERTS, _SHAPE_ONLY_EXPERTS)
-        return _count_on_shapes(model, inputs, observed)
+        return count()
     finally:
         for key, config in configs.items():
             setattr(config, _EXPERTS, before[key])
@@ -169,8 +162,6 @@ def _count_with_other_experts(model: nn.Module, inputs: _Inputs, observed: Calla
 
 def _count_for_real(model: nn.Module, inputs: _Inputs, observed: Callable[..., FlopCount]) -> FlopCount:
     """Run the model itself, on copies of its buffers; of a large batch only the first sample, scaled."""
-    if any(tensor.is_meta for tensor in model.parameters()):
-        raise _NotApplicableError
     sizes = [t.numel() // (256 if t.is_floating_point() else 1) for t in tree_iter(inputs) if torch.is_tensor(t)]
     if max(sizes, default=0) > MAX_REAL_ELEMENTS:
         raise CountError("it would have to be run for real, which takes a smaller batch")
@@ -180,10 +171,8 @@ def _count_for_real(model: nn.Module, inputs: _Inputs, observed: Callable[..., F
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
     inputs = tree_map_only(torch.Tensor, borrow, inputs)
-    tensors = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-    tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     with untouched(model):
-        return observed(tensors, inputs)
+        return observed(real_state(model), inputs)
 
 
 def _observed(
@@ -237,16 +226,3 @@ def _outputs(out: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(out) and not isinstance(out, type):
         for field in fields(out):
             yield from _outputs(getattr(out, field.name))
-
-
-def _shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters without values, and buffers with them: masks and positions live there."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
-            raise CountError("its parameters are sharded: observe a training step instead")
-        empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
-        tensors[name] = empty.requires_grad_(parameter.requires_grad)
-    for name, buffer in model.named_buffers():
-        tensors[name] = buffer if buffer.is_meta else buffer.detach().to("cpu", copy=True)
-    return tensors

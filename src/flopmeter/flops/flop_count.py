@@ -160,10 +160,6 @@ class FlopCount:
         coverage = min(known) if len(known) == 2 else None
         return replace(self, **sums, workload=both, coverage=coverage, left_out=left_out)
 
-    def __mul__(self, factor: float) -> FlopCount:
-        """So many times the FLOPs; calls that were not counted stay as many."""
-        return replace(self, workload=None, **{name: _times(getattr(self, name), factor) for name in _NUMBERS})
-
 
 _NUMBERS = (
     *("forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop"),
@@ -176,9 +172,3 @@ def plus(one: Any, other: Any) -> Any:
     if not isinstance(one, Mapping):
         return one + other
     return {**one, **{name: plus(one[name], part) if name in one else part for name, part in other.items()}}
-
-
-def _times(value: Any, factor: float) -> Any:
-    return (
-        {name: _times(part, factor) for name, part in value.items()} if isinstance(value, Mapping) else value * factor
-    )

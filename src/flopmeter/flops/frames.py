@@ -75,9 +75,7 @@ class Batch:
 
     def workload(self) -> Workload:
         """What the call was given. Reads from the device."""
-        if self.late is None:
-            return Workload()
-        return self.late.resolve({name: float(value) for name, value in self.late.unread.items()})
+        return self.late.resolve() if self.late is not None else Workload()
 
 
 @dataclass(eq=False, slots=True)
@@ -307,34 +305,25 @@ class _EnterHook(OwnHook):
 
     def _begin_inside(self, kwargs: dict[str, Any], tensor: torch.Tensor | None, batch: Batch) -> None:
         """A text that comes in where a wrapper or an encoder-decoder calls its model."""
-        states, mask = kwargs.get("encoder_hidden_states"), padding_mask(kwargs, "encoder_")
-        if (
-            has_sizes(states)
-            and not self.tracker.rows.axes(states)
-            and mask is not None
-            and mask.shape == states.shape[:2]
-            and not mask.is_meta
-        ):
-            self.tracker.begin(states, Text(mask.shape[1], "memory_", real_tokens(mask)), mask.shape[0])
+        texts = [(kwargs.get("encoder_hidden_states"), padding_mask(kwargs, "encoder_"), "memory_")]
         for name, own in kwargs.items():  # a second text, for a tower of its own
-            ids, stem = own, name.removesuffix("input_ids")
-            mask = kwargs.get(f"{stem}attention_mask") if stem and stem != name and has_sizes(ids) else None
-            if mask is not None and mask.shape == ids.shape and not mask.is_meta and not self.tracker.rows.axes(ids):
-                prefix = "decoder_" if stem == "decoder_" else "memory_"
-                self.tracker.begin(ids, Text(ids.shape[1], prefix, real_tokens(mask)), ids.shape[0])
+            stem = name.removesuffix("input_ids")
+            mask = kwargs.get(f"{stem}attention_mask") if stem and stem != name and has_sizes(own) else None
+            if mask is not None and mask.shape == own.shape:
+                texts.append((own, mask, "decoder_" if stem == "decoder_" else "memory_"))
         ids = next((own for name in _TEXT_INPUTS if has_sizes(own := kwargs.get(name))), None)
         ids = tensor if ids is None and tensor is not None and not tensor.is_floating_point() else ids
-        if ids is None or ids.dim() < 2 or self.tracker.rows.axes(ids):
-            return
-        mask, sizes, decoder = padding_mask(kwargs), tuple(ids.shape[:2]), batch.decoder
-        is_decoders = decoder is not None and sizes == (batch.samples, decoder.length)
-        if mask is not None and mask.shape == ids.shape[:2] and not mask.is_meta:
-            text = Text(sizes[1], "decoder_" if is_decoders else "", real_tokens(mask))
-        elif is_decoders and decoder is not None:
-            text = decoder
-        else:
-            return
-        self.tracker.begin(ids, text, sizes[0])
+        decoder, rows = batch.decoder, self.tracker.rows
+        if ids is not None and ids.dim() > 1 and not rows.axes(ids):
+            decoder = decoder if decoder and tuple(ids.shape[:2]) == (batch.samples, decoder.length) else None
+            texts.append((ids, padding_mask(kwargs), "decoder_" if decoder else ""))
+        for own, mask, prefix in texts:
+            if not has_sizes(own) or rows.axes(own):
+                continue
+            if mask is not None and mask.shape == own.shape[:2] and not mask.is_meta:
+                self.tracker.begin(own, Text(mask.shape[1], prefix, real_tokens(mask)), mask.shape[0])
+            elif own is ids and decoder:
+                self.tracker.begin(own, decoder, own.shape[0])
 
 
 @dataclass(eq=False, slots=True)
@@ -460,6 +449,4 @@ def _needed_flop(module: nn.Module, tensor: torch.Tensor | None) -> int:
     weight = module._parameters.get("weight")
     if weight is None or tensor is None or weight.dim() != 2 or not tensor.is_floating_point() or not tensor.dim():
         return 0
-    if tensor.shape[-1] not in weight.shape:
-        return 0
-    return 2 * prod(tensor.shape[:-1]) * weight.numel()
+    return 2 * prod(tensor.shape[:-1]) * weight.numel() if tensor.shape[-1] in weight.shape else 0

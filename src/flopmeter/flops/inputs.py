@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from flopmeter.errors import CountError
-from flopmeter.flops.on_shapes import only_shapes, untouched
-from flopmeter.torch_compat import Convolution
+from flopmeter.flops.on_shapes import only_shapes, shape_only_state, untouched
+from flopmeter.torch_compat import Convolution, reparametrize_module
 
 FREE_IMAGE_SIZE = 448
 """Side in pixels of the image for models that take any size."""
@@ -89,17 +88,14 @@ class _Described:
 
     def _main_input(self) -> dict[str, Any]:
         main = str(self.model.main_input_name)
-        makers: dict[str, Callable[[], dict[str, Any]]] = {
-            "input_ids": self._text,
-            "pixel_values": lambda: {"pixel_values": self._pixels()},
-            "input_values": lambda: {"input_values": self._sound()},
-            "input_features": lambda: {"input_features": self._spectrogram()},
-        }
+        makers: dict[str, Callable[[], Any]] = {"input_ids": self._text, "pixel_values": self._pixels}
+        makers |= {"input_values": self._sound, "input_features": self._spectrogram}
         if main == "pixel_values" and "input_ids" in self.names:
             main = "input_ids"  # captions: the text comes with its image
         if main not in makers or main not in self.names:
             raise _unguessable(self.model, self.names, f"its main input {main!r} is of a kind unknown here")
-        return makers[main]()
+        made = makers[main]()
+        return made if main == "input_ids" else {main: made}
 
     def _text(self) -> dict[str, Any]:
         ids = torch.full((self.batch_size, self.length), _ordinary_token(self.config))
@@ -187,23 +183,12 @@ class _Described:
 
 
 def _num_image_tokens(model: nn.Module, images: torch.Tensor) -> int:
-    ask = _AskForFeatures(model)
-    state = {name: parameter.to("meta") for name, parameter in ask.named_parameters()}
-    state |= {name: buffer.clone() for name, buffer in ask.named_buffers()}
-    with torch.no_grad(), untouched(model), only_shapes():
-        features = functional_call(ask, state, (images.new_ones(1, *images.shape[1:]),))
-    return sum(feature.numel() // feature.shape[-1] for feature in features)
-
-
-class _AskForFeatures(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: torch.Tensor) -> list[torch.Tensor]:
-        features = self.model.get_image_features(pixel_values=pixel_values)  # type: ignore[operator]
-        features = getattr(features, "pooler_output", features)
-        return [features] if isinstance(features, torch.Tensor) else list(features)
+    state = shape_only_state(model)
+    with torch.no_grad(), untouched(model), only_shapes(), reparametrize_module(model, state, tie_weights=True):
+        found = model.get_image_features(pixel_values=images.new_ones(1, *images.shape[1:]))  # type: ignore[operator]
+    features = getattr(found, "pooler_output", found)
+    parts = [features] if isinstance(features, torch.Tensor) else features
+    return sum(feature.numel() // feature.shape[-1] for feature in parts)
 
 
 def _inputs_by_first_layer(model: nn.Module, batch_size: int, length: int) -> dict[str, Any]:

@@ -244,12 +244,15 @@ def _model_class(transformers: Any, config: Any) -> Any:
 
 def _call_factory(spec: str) -> nn.Module:
     module_name, _, name = spec.partition(":")
+    sys.path.insert(0, here := str(Path.cwd()))
     try:
-        with _current_directory_importable(), _without_weights():
+        with _without_weights():
             found = getattr(import_module(module_name), name)
             model = found if isinstance(found, nn.Module) else found()
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         raise CountError(f"{spec!r} gives no model: {_one_line(error)}") from None
+    finally:
+        sys.path.remove(here)
     if not isinstance(model, nn.Module):
         raise CountError(f"{spec!r} gives a {type(model).__name__}, not a torch.nn.Module")
     return model if found is model else _without_values(model)
@@ -270,16 +273,6 @@ def _without_values(model: nn.Module) -> nn.Module:
             if not p.is_meta:
                 setattr(module, name, emptied.setdefault(p, nn.Parameter(p.to("meta"), p.requires_grad)))
     return model
-
-
-@contextmanager
-def _current_directory_importable() -> Iterator[None]:
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 def _one_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,10 +23,9 @@ from flopmeter.devices import NO_FLOP, devices_of, product_dtype, tf32_families
 from flopmeter.flops import formulas
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Formula, Spec, Work
-from flopmeter.flops.frames import NO_FRAME, Batch, Frame, FrameTracker, counts_aside, has_sizes
+from flopmeter.flops.frames import NO_FRAME, Frame, FrameTracker, counts_aside, has_sizes
 from flopmeter.flops.long_masks import Known
 from flopmeter.flops.pairs import SCORE_PRODUCTS, TRACKED, Pairs, PairTracker, explicit_mask, flex_pairs, unmasked_share
-from flopmeter.flops.repeats import COMPILED, Repeats
 from flopmeter.flops.tally import Call, WorkPhase, tally
 from flopmeter.flops.token_rows import Text, TokenRows
 from flopmeter.hook_hiding import replace_attribute, surround_backward, surround_recomputation
@@ -65,6 +65,9 @@ _BY_HEADS = "aten::_scaled_dot_product"
 """Fused operators whose last dimensions but one are the queries and keys of one sample's head."""
 _IN_FUNCTIONS = {(name, torch.autograd.function.__file__) for name in ("apply", "apply_boxed")}
 """Where torch calls an autograd.Function, forward as a method of the class and backward as one of its node."""
+GRADIENTS_PER_PRODUCT = 2
+COMPILED = "CompiledFunctionBackward"
+"""The compiler's own function, which holds a whole model: what it makes again is told by the uncompiled twin."""
 INTEGERS = "Products of integers are no floating-point operations: {}."
 BESIDE_COMPILER = f"torch {torch.__version__} lets no step be observed that runs compiled code"
 BESIDE_GRAPHS = f"torch {torch.__version__} lets no step be observed beside the CUDA graphs of torch.compile"
@@ -75,18 +78,23 @@ roles: list[tuple[str, bool]] = []
 """Roles that are open now, each with whether its passes count as model work."""
 
 
-@contextmanager
-def role(name: str, *, counts: bool = False) -> Iterator[None]:
+def role(name: str, *, counts: bool = False) -> AbstractContextManager[None]:
     """What runs inside without gradients (a teacher, a reference, a rollout) is kept apart under this name.
 
     Args:
         counts: Takes it into model work.
     """
-    roles.append((name, counts))
+    return _pushed(roles, (name, counts))
+
+
+@contextmanager
+def _pushed(stack: list[Any], item: Any) -> Iterator[None]:
+    """The item is on the stack while what is inside runs."""
+    stack.append(item)
     try:
         yield
     finally:
-        roles.pop()
+        stack.pop()
 
 
 class Observation:
@@ -117,6 +125,8 @@ class Observation:
         self.facts = StepFacts(self.device_type) if is_training_step else None
         self._rows = TokenRows()
         self._frames = FrameTracker(roots, self._rows, is_aside=not is_training_step)
+        self.batches = self._frames.batches
+        """What the roots were called with, one per call."""
         self._pairs = PairTracker(self._rows)
         self._functions: set[int] = set()
         """Autograd nodes of the program's own functions that ran backward."""
@@ -124,7 +134,10 @@ class Observation:
         """Of what operators have made, whether something was written into it; a tensor and its views share the list."""
         self._reruns: list[int] = []
         """Backward passes in which a checkpoint runs a part again now."""
-        self._repeats = Repeats()
+        self._products_once: Counter[tuple[int, float]] = Counter()
+        """Products without gradients, by the number of the node that was made before them and their FLOPs."""
+        self._products_again: dict[tuple[int, float], list[int]] = defaultdict(list)
+        """Positions of those in a custom function's backward pass; it has the forward pass's sequence number."""
         self._mode = _Mode(self._take, not is_training_step, limit)
         self._builds_graph: list[bool] = []
         self._is_in_optimizer = False
@@ -133,11 +146,6 @@ class Observation:
         self._is_aside = not is_training_step
         self._thread = get_ident()
         self._undo: list[Callable[[], None]] = []
-
-    @property
-    def batches(self) -> list[Batch]:
-        """What the roots were called with, one per call."""
-        return self._frames.batches
 
     @property
     def has_compiled(self) -> bool:
@@ -149,8 +157,8 @@ class Observation:
         self._thread = get_ident()
         self._frames.install()
         self._undo = [self._frames.remove, *watch_optimizers(self._set_in_optimizer)]
-        self._undo.append(surround_backward(self._inside_backward))
-        self._undo.append(surround_recomputation(self._inside_recomputation))
+        self._undo.append(surround_backward(partial(_pushed, self._builds_graph)))
+        self._undo.append(surround_recomputation(lambda: _pushed(self._reruns, graph_task_id())))
         if self._is_aside:
             counts_aside.append(self)
             self._undo.append(partial(counts_aside.remove, self))
@@ -211,7 +219,12 @@ class Observation:
 
     def result(self, convention: Convention = "exact") -> FlopCount:
         """The FLOPs of what was seen. Reads the mask sums from the device."""
-        again = self._repeats.find()
+        again = {
+            position
+            for key, positions in self._products_again.items()
+            if (num_once := self._products_once[key])
+            for position in positions[: max(0, len(positions) - GRADIENTS_PER_PRODUCT * num_once)]
+        }
         calls = [call._replace(phase="recompute") if i in again else call for i, call in enumerate(self.calls)]
         calls = [call._replace(phase="forward") if call.function in self._functions else call for call in calls]
         count = tally(calls, self._frames, self.uncounted, convention, self.uncounted_flop)
@@ -223,22 +236,6 @@ class Observation:
     def _set_in_optimizer(self, is_in: bool) -> None:
         if get_ident() == self._thread:
             self._is_in_optimizer = is_in
-
-    @contextmanager
-    def _inside_backward(self, builds_graph: bool) -> Iterator[None]:
-        self._builds_graph.append(builds_graph)
-        try:
-            yield
-        finally:
-            self._builds_graph.pop()
-
-    @contextmanager
-    def _inside_recomputation(self) -> Iterator[None]:
-        self._reruns.append(graph_task_id())
-        try:
-            yield
-        finally:
-            self._reruns.pop()
 
     def _take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """An operator has run. Whatever it is, the training code that called it goes on."""
@@ -291,7 +288,7 @@ class Observation:
         if goes_forward and not is_nested:
             self._rows.follow(op, args, out)
         self._note_repeats(phase, work, node)
-        pairs = self._pairs_of(op, formula, {**bound, **kwargs}, out, text, node)
+        pairs = self._pairs_of(op, formula, {**bound, **kwargs}, out, node)
         is_loose = phase == "side" and not torch.is_grad_enabled()
         self.calls.append(
             Call(
@@ -363,42 +360,44 @@ class Observation:
         return "side", True
 
     def _note_repeats(self, phase: WorkPhase, work: Work | Callable[[], Work], node: Any) -> None:
+        """For products that a custom autograd function computes a second time in its backward pass.
+
+        Chunked losses (TRL, Liger) and fused layers throw their products away and make them again, with gradients
+        switched off: to the dispatcher that looks like gradient work. But a product of the forward pass has at most two
+        gradients, each of which takes as many FLOPs as the product itself. What is beyond that is recomputation. Not
+        seen: a repeat that takes the place of a gradient which nobody wants (a frozen weight), and one that is cut into
+        chunks of another size than the forward pass was.
+        """
         if not isinstance(work, Work) or torch.is_grad_enabled():
             return
         if phase in ("forward", "side"):
-            self._repeats.see_forward(sequence_nr() - 1, work.full)
-        elif phase == "backward":
-            self._repeats.see_backward(node, work.full, len(self.calls))
+            self._products_once[sequence_nr() - 1, work.full] += 1
+        elif isinstance(node, BackwardCFunction) and type(node).__name__ != COMPILED:  # in a backward pass
+            self._products_again[node._sequence_nr(), work.full].append(len(self.calls))
 
-    def _pairs_of(
-        self, op: str, formula: Formula, bound: Mapping[str, Any], out: Any, text: Text | None, node: Any
-    ) -> Pairs | None:
+    def _pairs_of(self, op: str, formula: Formula, bound: Mapping[str, Any], out: Any, node: Any) -> Pairs | None:
         if op.startswith("higher_order::flex"):
             return flex_pairs(bound)
-        if formula.family == "attention":
-            return self._fused_pairs(op, bound, text, node)
-        if op not in SCORE_PRODUCTS:
-            return None
         known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
-        if known is not None:
-            return known
-        pairs = self._pairs.product(op, bound, out)
+        if formula.family == "attention":
+            pairs = self._fused_pairs(op, bound, known, node)
+        elif op not in SCORE_PRODUCTS or known is not None:
+            return known if op in SCORE_PRODUCTS else None
+        else:
+            pairs = self._pairs.product(op, bound, out)
         if pairs is not None and torch.is_grad_enabled():
             self._pairs.by_sequence.setdefault(sequence_nr() - 1, pairs)
         return pairs
 
-    def _fused_pairs(self, op: str, bound: Mapping[str, Any], text: Text | None, node: Any) -> Pairs | None:
+    def _fused_pairs(self, op: str, bound: Mapping[str, Any], known: Pairs | None, node: Any) -> Pairs | None:
         query, key, value = (bound.get(name) for name in ("query", "key", "value"))
         if not (has_sizes(query) and has_sizes(key) and has_sizes(value)):
             return None
-        known = self._pairs.by_sequence.get(node._sequence_nr()) if node is not None else None
         queries, keys = (self._rows.of_product((own,)) for own in (query, key))
         if known is not None:
             queries, keys = known.queries, known.keys
-        pairs = Pairs(is_attention=True, needed=_needed_gradients(node, query.shape[-1], value.shape[-1]))
-        pairs.queries, pairs.keys = queries, keys
-        if torch.is_grad_enabled():
-            self._pairs.by_sequence.setdefault(sequence_nr() - 1, pairs)
+        needed = _needed_gradients(node, query.shape[-1], value.shape[-1])
+        pairs = Pairs(is_attention=True, needed=needed, queries=queries, keys=keys)
         mask, shape = explicit_mask(bound), (query.shape[-2], key.shape[-2])
         is_real = queries.is_real if queries is not None else None
         if mask is not None:
@@ -647,12 +646,6 @@ def _dtype_of(args: Iterable[Any]) -> str:
 def watch_optimizers(set_inside: Callable[[bool], None]) -> list[Callable[[], None]]:
     """Tell when an optimizer of torch's begins and ends its step; gives what ends that."""
 
-    def enter(*_: Any) -> None:
-        set_inside(True)
-
-    def leave(*_: Any) -> None:
-        set_inside(False)
-
-    before = register_optimizer_step_pre_hook(outside_compiler(enter))
-    after = register_optimizer_step_post_hook(outside_compiler(leave))
+    before = register_optimizer_step_pre_hook(outside_compiler(lambda *_: set_inside(True)))
+    after = register_optimizer_step_post_hook(outside_compiler(lambda *_: set_inside(False)))
     return [before.remove, after.remove]

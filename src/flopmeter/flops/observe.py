@@ -107,14 +107,8 @@ def _in_dtypes_of(seen: FlopCount, twin: FlopCount) -> FlopCount:
     own = twin.by_dtype
     if not model or all(abs(model.get(d, 0.0) - own.get(d, 0.0)) < SAME * twin.model_flop for d in model.keys() | own):
         model = dict(own)
-    growth = {
-        "hardware": _in_mixture(twin.growth.get("hardware", {}), seen.hardware_by_dtype, seen.hardware_flop),
-        **{
-            name: parts if model == own else _in_mixture(parts, model)
-            for name, parts in twin.growth.items()
-            if name != "hardware"
-        },
-    }
+    growth = {name: parts if model == own else _in_mixture(parts, model) for name, parts in twin.growth.items()}
+    growth["hardware"] = _in_mixture(twin.growth.get("hardware", {}), seen.hardware_by_dtype, seen.hardware_flop)
     return replace(twin, by_dtype=model, growth=growth)
 
 

@@ -52,6 +52,25 @@ class CollectiveError(CountError):
     """The model talks to other ranks. They do not count with this one, and would wait, or take it for their own."""
 
 
+def shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters without values, and buffers with them: masks and positions live there."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise CountError("its parameters are sharded: observe a training step instead")
+        empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
+        tensors[name] = empty.requires_grad_(parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        tensors[name] = buffer if buffer.is_meta else buffer.detach().to("cpu", copy=True)
+    return tensors
+
+
+def real_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that get no gradients of the user's, and copies of the buffers."""
+    tensors = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    return tensors | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
 @contextmanager
 def only_shapes() -> Iterator[None]:
     """Everything that runs inside keeps values where they can be had. Parameters must be on the meta device.
@@ -77,30 +96,25 @@ def only_shapes() -> Iterator[None]:
                 return _fused_attention(query, *args, **kwargs)
         return _fused_attention(query, *args, **kwargs)
 
-    undo = replace_attribute(F, "scaled_dot_product_attention", attention)
-    mode = _ShapesMode()
-    try:
-        with mode, _autocast_of_shapes():
-            yield
-    finally:
-        undo()
-        if mode.collective:  # also where the model has caught the error, or made another one of it
-            raise CollectiveError(f"it calls {mode.collective}, and a count must not talk to other ranks")
-
-
-@contextmanager
-def _autocast_of_shapes() -> Iterator[None]:
-    """Rotary embeddings switch autocast off for the device of a tensor, "meta" here: torch has none for that."""
     own = torch.autocast.__init__
 
-    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        """Rotary embeddings switch it off for the device of a tensor, "meta" here: torch has none for that."""
         own(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
-    undo = replace_attribute(torch.autocast, "__init__", __init__)
+    mode = _ShapesMode()
+    undo = (
+        replace_attribute(F, "scaled_dot_product_attention", attention),
+        replace_attribute(torch.autocast, "__init__", autocast),
+    )
     try:
-        yield
+        with mode:
+            yield
     finally:
-        undo()
+        for put_back in undo:
+            put_back()
+        if mode.collective:  # also where the model has caught the error, or made another one of it
+            raise CollectiveError(f"it calls {mode.collective}, and a count must not talk to other ranks")
 
 
 def _fused_attention(
@@ -177,22 +191,18 @@ class _ShapesMode(OwnMode):  # type: ignore[no-untyped-call]
                 args, kwargs = tree_map_only(torch.Tensor, _emptied, (args, kwargs))
             if kwargs.get("device") is not None or not tensors:
                 kwargs = kwargs | {"device": _META}  # what has no values cannot get any by moving
-            out = self._on_shapes(func, args, kwargs, call if _is_repeatable(func, tensors) else None)
+            # What the same call gave before is built again from its layout.
+            is_repeatable = isinstance(func, OpOverload) and _makes_new(func) and all(map(_is_plain, tensors))
+            known = self._results.get(call) if is_repeatable else None
+            out = _rebuild(known) if known is not None else func(*args, **kwargs)
+            if is_repeatable and known is None:
+                self._results[call] = tree_map_only(torch.Tensor, _layout, out)
             if is_followed_one:
                 self._masks.take(func, given, options, tensors, out, is_known)
             return out
         if kwargs.get("device") == _META and (tensors or _makes_known_values(func, args, kwargs)):
             kwargs = kwargs | {"device": torch.device("cpu")}
         return func(*args, **kwargs)
-
-    def _on_shapes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
-        """Run the operator, or rebuild what the same call gave before."""
-        if call is not None and (known := self._results.get(call)) is not None:
-            return _rebuild(known)
-        out = func(*args, **kwargs)
-        if call is not None:
-            self._results[call] = tree_map_only(torch.Tensor, _layout, out)
-        return out
 
 
 def _look_up(table: torch.Tensor, where: Any) -> Any:
@@ -252,11 +262,6 @@ def _makes_new(func: OpOverload) -> bool:
     return bool(returns) and all(value.alias_info is None for value in (*arguments, *returns))
 
 
-def _is_repeatable(func: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether the result can be built again from its layout."""
-    return isinstance(func, OpOverload) and _makes_new(func) and all(map(_is_plain, tensors))
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
@@ -266,9 +271,7 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_meta:
-        return tensor
-    return _layout(tensor).build()
+    return tensor if tensor.is_meta else _layout(tensor).build()
 
 
 def _makes_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

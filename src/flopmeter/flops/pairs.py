@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flopmeter.flops.long_masks import BLOCKED_BELOW, Known, has_values
-from flopmeter.flops.token_rows import Text, TokenRows
+from flopmeter.flops.token_rows import Text, TokenRows, tensors_in
 
 VANISHES_BELOW, STAYS_ABOVE = -50.0, -20.0
 """So does a mask of which every value is at or below the first, where exp() makes nothing of it, or at or above the
@@ -251,14 +251,7 @@ class PairTracker:
         return known[1] if known is not None and known[0] == mask._version else [mask]
 
     def _find(self, args: tuple[Any, ...]) -> Pairs | None:
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                pairs = self._pairs.get(value)
-            else:
-                pairs = self._find(tuple(value)) if isinstance(value, list) else None
-            if pairs is not None:
-                return pairs
-        return None
+        return next((pairs for tensor in tensors_in(args) if (pairs := self._pairs.get(tensor)) is not None), None)
 
 
 def unmasked_share(
@@ -324,11 +317,8 @@ def _factor_of(args: tuple[Any, ...]) -> torch.Tensor | None:
 
 def explicit_mask(bound: Mapping[str, Any]) -> torch.Tensor | None:
     """The mask tensor that was passed to a fused attention operator."""
-    for name in ("attn_mask", "attn_bias", "bias"):
-        mask = bound.get(name)
-        if isinstance(mask, torch.Tensor):
-            return mask
-    return None
+    masks = (bound.get(name) for name in ("attn_mask", "attn_bias", "bias"))
+    return next((mask for mask in masks if isinstance(mask, torch.Tensor)), None)
 
 
 def _share(allowed: list[torch.Tensor], shape: torch.Size, query_is_real: torch.Tensor | None) -> torch.Tensor:

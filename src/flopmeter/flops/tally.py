@@ -78,12 +78,8 @@ def tally(
     """
     missing = _unseen(calls, frames.needed)
     reader = _Reader(frames)
-    phases: dict[str, float] = defaultdict(float)
-    by_op: dict[str, float] = defaultdict(float)
-    by_module: dict[str, float] = defaultdict(float)
-    by_role: dict[str, float] = defaultdict(float)
+    phases, by_op, by_module, by_role, forward_by_path = (defaultdict[str, float](float) for _ in range(5))
     growth = new_growth()
-    forward_by_path: dict[str, float] = defaultdict(float)
     dense = unasked = loose = 0.0
     for call in (*calls, *_by_shapes(calls, missing)):
         work = call.work if isinstance(call.work, Work) else call.work()

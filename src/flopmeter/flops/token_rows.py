@@ -113,18 +113,18 @@ class TokenRows:
 
     def of_product(self, args: Sequence[Any]) -> Text | None:
         """The text whose positions are among the rows, columns or summed entries of a product."""
-        return next((span.text for tensor in _tensors(args) for span in self.axes(tensor).values()), None)
+        return next((span.text for tensor in tensors_in(args) for span in self.axes(tensor).values()), None)
 
     def follow(self, op: str, args: Sequence[Any], out: Any) -> None:
         """An operator has made `out` of `args`."""
         if not self._is_used:
             return
-        tags = [(tensor, tag) for tensor in _tensors(args) if (tag := self._tags.get(tensor)) is not None]
+        tags = [(tensor, tag) for tensor in tensors_in(args) if (tag := self._tags.get(tensor)) is not None]
         name = op.rpartition("::")[2]
         if not tags or name in _FORGETS:
             return
         is_ids = all(tag.is_ids for _, tag in tags) and name != "embedding"
-        for made in _tensors(out if isinstance(out, (tuple, list)) else (out,)):
+        for made in tensors_in(out if isinstance(out, (tuple, list)) else (out,)):
             if name in _PRODUCTS:
                 axes = self._of_operands(args[_PRODUCTS[name]], args[_PRODUCTS[name] + 1])
             elif name == "index" and isinstance(args[1], (tuple, list)):
@@ -276,7 +276,8 @@ class TokenRows:
         return self._parts[key]
 
 
-def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Those among an operator's arguments, and in lists among them."""
     for value in args:
         if isinstance(value, torch.Tensor):
             yield value

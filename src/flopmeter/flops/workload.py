@@ -2,7 +2,7 @@
 
     workload_of(batch).tokens                        # reads the batch: for the host
     late = late_workload(batch)                      # reads nothing: for the training loop
-    late.resolve({name: float(scalar) for name, scalar in late.unread.items()})
+    late.resolve()                                   # reads what is left: once the device has caught up
 
 This file alone reads what a model is called with: an observed step, every other step (`WorkloadReader`, which looks
 most calls up by their shapes) and a count on shapes see the same numbers. Every number is a sum over sequences or
@@ -268,9 +268,8 @@ class Workload:
             "pairs_causal": sum(pairs(n, causal=True) for n in lengths),
             "pairs_processed": rows * padded_to**2,
         }
-        shape = ((("input", rows, padded_to),),)
         found: dict[str, Any] = {"samples": rows, "window": needs.window, "patch_window": needs.patch_window, **text}
-        found["shape"] = shape
+        found["shape"] = ((("input", rows, padded_to),),)
         if needs.window:
             found["pairs_window"] = sum(pairs(n, causal=True, window=needs.window) for n in lengths)
         if needs.has_decoder:
@@ -327,16 +326,15 @@ class LateWorkload:
     decoder_text: torch.Tensor | None = None
     """The same of a decoder: ids, embeddings or labels."""
 
-    def resolve(self, numbers: Mapping[str, float]) -> Workload:
-        """The workload, once every name in `unread` has its number."""
-        read: dict[str, Any] = {name: round(numbers[name]) for name in self.unread}
+    def resolve(self) -> Workload:
+        """The workload. Reads the device."""
+        read: dict[str, Any] = {name: round(float(value)) for name, value in self.unread.items()}
         return Workload(**self.known, **read)
 
 
 def workload_of(batch: Any, needs: Needs | None = None) -> Workload:
     """Read what a batch holds. Waits for the device where masks or image sizes are there."""
-    late = late_workload(batch, needs)
-    return late.resolve({name: float(value) for name, value in late.unread.items()})
+    return late_workload(batch, needs).resolve()
 
 
 def late_workload(batch: Any, needs: Needs | None = None) -> LateWorkload:
@@ -669,10 +667,8 @@ def padding_mask(inputs: Mapping[str, Any], whose: str = "") -> torch.Tensor | N
 
 def second_input(inputs: Mapping[str, Tensors], main: str) -> torch.Tensor | None:
     """What a decoder is given beside the main input: the next tensor of two or more dimensions that is no mask."""
-    for name, value in inputs.items():
-        if name != main and isinstance(value, torch.Tensor) and value.dim() >= 2 and "mask" not in name:
-            return value
-    return None
+    others = (value for name, value in inputs.items() if name != main and "mask" not in name)
+    return next((value for value in others if isinstance(value, torch.Tensor) and value.dim() >= 2), None)
 
 
 def is_list_of_samples(tensors: list[torch.Tensor], reads: Reads) -> bool:
@@ -706,10 +702,9 @@ class Lengths(Struct, frozen=True, gc=False):
 
     def resolve(self) -> Workload | None:
         """Read it; None when the mask is no longer the one that was seen."""
-        with DisableTorchFunction():
-            lengths = _sums(self.tensor)
-            if self.tensor._version != self.version:
-                return None
+        lengths = _sums(self.tensor)
+        if self.tensor._version != self.version:
+            return None
         key = (self.padded_to, *lengths)
         found = self.known.get(key)
         if found is None:
@@ -850,7 +845,7 @@ class WorkloadReader:
         others = [value for value in named.values() if not isinstance(value, torch.Tensor)]
         if len(flatten(named)) != len(named) - len(others) or any(map(_may_hold, others)):
             return _NESTED
-        found = late_workload(self.in_order(named), self.needs).resolve({})
+        found = late_workload(self.in_order(named), self.needs).resolve()
         is_known = found.samples or not (len(others) < len(named) or any(map(can_vary, others)))
         return found if is_known else None
 
@@ -904,11 +899,9 @@ def resolve(seen: Sequence[Seen]) -> Workload | None:
         known: Workload | None
         if item is None or isinstance(item, Workload):
             known = item
-        elif isinstance(item, Lengths):
-            known = item.resolve()
         else:
             with DisableTorchFunction():
-                known = item.resolve({name: float(value) for name, value in item.unread.items()})
+                known = item.resolve()
         if known is None:
             return None
         total = known if total is None else total + known

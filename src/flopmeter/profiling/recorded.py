@@ -186,18 +186,11 @@ def uncounted(nested: Sequence[Range], may_hide_flop: Callable[[str], bool] = la
     return found
 
 
-@dataclass(slots=True)
 class FlopSums:
-    """FLOPs of one step."""
+    """FLOPs of one step: by phase; by dtype what the mathematics needs, and all that ran; model FLOPs by operator."""
 
-    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """forward, backward, recompute, optimizer."""
-    model: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """What the mathematics needs, by dtype: forward and backward."""
-    hardware: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """All that ran, by dtype."""
-    by_op: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Model FLOPs by operator."""
+    def __init__(self) -> None:
+        self.by_phase, self.model, self.hardware, self.by_op = (defaultdict[str, float](float) for _ in range(4))
 
     def fields(self) -> dict[str, Any]:
         """As a `FlopCount` and the event `count` name them."""

@@ -30,8 +30,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from flopmeter.flops.formulas import Spec, Work, formula
-from flopmeter.flops.formulas._product import attention_work, linear_flop
+from flopmeter.flops.formulas import Spec, Work, attention_work, formula, linear_flop
 
 HEADS_FIRST = """
 aten::scaled_dot_product_attention aten::_scaled_dot_product_attention_math

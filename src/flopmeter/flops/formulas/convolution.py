@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from flopmeter.flops.formulas import Spec, formula
-from flopmeter.flops.formulas._product import entries, multiply_add_flop
+from flopmeter.flops.formulas import Spec, entries, formula, multiply_add_flop
 
 
 def _batch_flop(tensor: Spec, weight: Spec) -> int:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from math import log2, prod
 from typing import Any
 
-from flopmeter.flops.formulas import Spec, formula
-from flopmeter.flops.formulas._product import entries
+from flopmeter.flops.formulas import Spec, entries, formula
 
 
 @formula("aten::_fft_c2c input dim")

@@ -1,7 +1,7 @@
 """How many FLOPs does a product of matrices or vectors need: dense, sparse, in groups, in low precision?
 
-All count 2mkn (see `_product`): the dtype changes the peak, not the work. All leave out what surrounds the product:
-bias, `beta * self`, scaling, activation, (de)quantisation.
+All count 2mkn (see `multiply_add_flop`): the dtype changes the peak, not the work. All leave out what surrounds the
+product: bias, `beta * self`, scaling, activation, (de)quantisation.
 
 An outer product is element-wise work, except in `addr`, where it is fused with an addition. `einsum` has no formula:
 what it is lowered to has. Products with weights that are packed for inference (`_weight_int4pack_mm` and the like) have
@@ -15,8 +15,7 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
-from flopmeter.flops.formulas import Spec, formula
-from flopmeter.flops.formulas._product import entries, linear_flop, multiply_add_flop, tensors
+from flopmeter.flops.formulas import Spec, entries, formula, linear_flop, multiply_add_flop, tensors
 
 
 @formula(

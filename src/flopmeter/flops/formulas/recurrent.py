@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flopmeter.flops.formulas import Spec, Work, formula
-from flopmeter.flops.formulas._product import linear_flop, tensors
+from flopmeter.flops.formulas import Spec, Work, formula, linear_flop, tensors
 
 
 def _matrices(weights: Any) -> list[Spec]:
