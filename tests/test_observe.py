@@ -588,6 +588,11 @@ SPELLINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "written by a mask of the last dimensions": lambda s, kept: blocked(s, kept).softmax(-1),
     "cut to a triangle": lambda s, kept: (e := s.exp().tril()) / e.sum(-1, keepdim=True),
     "added -100 on a bias": lambda s, kept: (s + torch.rand(LENGTH, LENGTH).masked_fill(~kept, -100.0)).softmax(-1),
+    "probabilities times mask": lambda s, kept: (e := s.softmax(-1) * kept) / (e.sum(-1, keepdim=True) + 1e-9),
+    "probabilities cut to a triangle": lambda s, kept: s.softmax(-1).tril(),
+    "probabilities filled with 0": lambda s, kept: s.softmax(-1).masked_fill(~kept, 0.0),
+    "probabilities or 0": lambda s, kept: torch.where(kept, s.softmax(-1), 0.0),
+    "squared relu times mask": lambda s, kept: s.relu().square() * kept,
     "over the other dimension": lambda s, kept: s.mT.masked_fill(~kept.mT, -torch.inf).softmax(-2).mT,
 }  # fmt: skip
 
@@ -600,6 +605,14 @@ def test_causal_attention_is_found_however_it_is_spelled(name: str) -> None:
         (SPELLINGS[name](q @ k.mT, kept) @ v).sum().backward()
     pairs = SAMPLES * HEADS * LENGTH * (LENGTH + 1) // 2
     assert step.result().model_flop == pytest.approx(3 * 4 * HEAD_DIM * pairs)
+
+
+def test_dropout_by_hand_is_no_mask() -> None:
+    q, k, v = (torch.randn(SAMPLES, HEADS, LENGTH, HEAD_DIM, requires_grad=True) for _ in range(3))
+    with observe() as step:
+        probabilities = (q @ k.mT).softmax(-1)
+        ((probabilities * (torch.rand_like(probabilities) > 0.5)) @ v).sum().backward()
+    assert step.result().model_flop == 3 * 4 * HEAD_DIM * SAMPLES * HEADS * LENGTH * LENGTH
 
 
 def test_scores_of_positions_belong_to_the_attention_that_they_are_added_to() -> None:

@@ -37,7 +37,8 @@ _KEEPS_SCORES = frozenset({
     "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::mul", "aten::mul_", "aten::div",
     "aten::div_", "aten::sub", "aten::sub_", "aten::tanh", "aten::clamp", "aten::nan_to_num", "aten::native_dropout",
     "aten::dropout", "aten::cat", "aten::relu", "aten::sum", "aten::maximum", "aten::minimum", "aten::clamp_min",
-    "aten::clamp_max", "aten::index_select",
+    "aten::clamp_max", "aten::index_select", "aten::pow", "aten::square", "aten::abs", "aten::silu", "aten::gelu",
+    "aten::softplus", "aten::elu", "aten::leaky_relu",
 }) | _ACTIVATES  # fmt: skip
 _MASKS_NOTHING = frozenset({"aten::zeros", "aten::new_zeros", "aten::zeros_like", "aten::embedding"})
 _KEEPS_SHAPE = frozenset({"aten::alias", "aten::detach", "aten::clone", "aten::contiguous", "aten::_to_copy"})
@@ -126,17 +127,21 @@ class PairTracker:
                 pairs.parts.append(other)
                 pairs.allowed += other.allowed
             self._pairs.put(out, pairs)
-        elif op in _TRIANGLES and not pairs.is_attention:
+        elif op in _TRIANGLES:
             ones = torch.ones(out.shape[-2:], dtype=torch.bool, device=out.device if has_values(out) else None)
-            pairs.factors.append(_TRIANGLES[op](ones, *args[1:2]))
+            self._cut(pairs, _TRIANGLES[op](ones, *args[1:2]), out)
             self._pairs.put(out, pairs)
         elif op in _MASKED_FILL and not isinstance(args[2], torch.Tensor) and args[2] == 0:
-            pairs.factors.append(~args[1])
+            self._cut(pairs, ~args[1], out)
+            self._pairs.put(out, pairs)
+        elif op == "aten::where" and pairs.is_attention and (mask := self._mask_of(op, args)) is not None:
+            if any(not isinstance(value, torch.Tensor) or value.numel() == 1 for value in args[1:]):
+                self._cut(pairs, mask, out)
             self._pairs.put(out, pairs)
         elif op in _KEEPS_SCORES and (op != "aten::sum" or out.shape[-1:] == args[0].shape[-1:]):
             pairs.is_activated |= op in _ACTIVATES
             if op in _MULTIPLY and (factor := _factor_of(args)) is not None:
-                pairs.factors.append(factor)
+                self._cut(pairs, factor, out)
             if op in _SUBTRACT and not pairs.is_attention and (mask := _factor_of(args)) is args[1]:
                 pairs.allowed.append(-mask)
             self._pairs.put(out, pairs)  # a sum over heads keeps the keys
@@ -175,6 +180,13 @@ class PairTracker:
             pairs.allowed.append(bound["self"])
         self._pairs.put(out, pairs)
         return pairs
+
+    def _cut(self, pairs: Pairs, mask: torch.Tensor, out: torch.Tensor) -> None:
+        """Scores become 0 where the mask has it, or probabilities. One with a value for each may be dropout's."""
+        pairs.factors.append(mask)
+        if pairs.is_attention and mask.dim() > 1 and mask.numel() < out.numel() and mask.shape[-1] == out.shape[-1]:
+            pairs.allowed.append(mask != 0)
+            self._settle(pairs, out)
 
     def _settle(self, pairs: Pairs, scores: torch.Tensor, *, is_turned: bool = False) -> None:
         """These scores are attention: how many there are, and which share of them counts."""

@@ -206,7 +206,8 @@ class _Reader:
         if asking is not None and asked is not None:
             number = share * (groups or batch.samples) * queries * keys
             exact = self._text_pairs(call, asking, asked, workload, number)
-            processed = f"{exact.partition('pairs')[0]}pairs_processed" if "pairs" in exact else PROCESSED[exact]
+            prefix, is_pairs, _ = exact.partition("pairs")
+            processed = f"{prefix}pairs_processed" if is_pairs else PROCESSED.get(exact, exact)
             hardware = processed
             if call.is_attention and exact.endswith(("pairs_causal", "pairs_window")):
                 skips = exact == "pairs_window" and work.exact < work.full
