@@ -35,7 +35,7 @@ TIMEOUT_S = 240
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "formulas": (("flops/formulas/*.py",), ("test_formulas.py", "test_formulas_on_real_operators.py")),
     "schedule": (
-        ("monitor/schedule.py", "timing/sampling.py", "timing/regime.py"),
+        ("monitor/schedule.py", "monitor/sampling.py"),
         ("test_schedule.py", "test_sampling.py", "test_timing.py"),
     ),
     "record": (("record/*.py",), ("test_record.py", "test_training_monitor.py")),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flopmeter.timing.bound import judge
+from flopmeter.monitor.device_time import judge
 from flopmeter.timing.events import DeviceStep, PhaseTime
 from simulated_device import MS, US, Loop, SimulatedDevice, timeline_on
 

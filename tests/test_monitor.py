@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from flopmeter.counters import READING
 from flopmeter.devices import peak_flops
 from flopmeter.errors import ConfigError
 from flopmeter.monitor import TrainingMonitor, measuring, watch, worker
+from flopmeter.monitor.header import make_sampler
 from flopmeter.monitor.schedule import WARMUP_STEPS
 from flopmeter.record import load_run
 
@@ -257,3 +259,10 @@ def test_counters_that_raise_are_switched_off_with_one_warning(
     assert len(run) == 8
     assert [event["message"] for event in run.named("warning")].count(message) == 1
     assert run.named("counters") == []
+
+
+def test_what_samples_the_machine_is_loaded_when_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Later it would be on a thread of ours, perhaps while the program ends by Ctrl-C, which Python then forgets.
+    monkeypatch.delitem(sys.modules, "psutil", raising=False)
+    make_sampler(None).close()
+    assert "psutil" in sys.modules

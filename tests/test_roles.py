@@ -20,7 +20,7 @@ from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observation import role
 from flopmeter.flops.observe import observe
 from flopmeter.goodput import goodput
-from flopmeter.monitor.roles import _follow_trainer
+from flopmeter.monitor.hooks import _follow_trainer
 from flopmeter.totals import totals
 
 ROWS, WIDTH = 4, 8

@@ -19,12 +19,11 @@ from torch.utils.data import DataLoader
 
 from flopmeter import load_run, watch
 from flopmeter.config import MonitorConfig
-from flopmeter.monitor.sampling import Sampling
+from flopmeter.monitor.sampling import Regime, RegimeDetector, Sampling
+from flopmeter.monitor.schedule import FIRST_STEPS, NEVER, REPEAT_STEPS, TYPICAL_STEPS, SamplingPlan, is_slower
 from flopmeter.profiling.profiler_guard import SampledStep, why_not
 from flopmeter.record import Run
 from flopmeter.timing.garbage import Collections, GarbageWatch
-from flopmeter.timing.regime import Regime, RegimeDetector
-from flopmeter.timing.sampling import FIRST_STEPS, NEVER, REPEAT_STEPS, TYPICAL_STEPS, SamplingPlan, is_slower
 from interrupted import every_moment
 
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.schema import PHASES
+from flopmeter.timing.cuda import ShardedWaits
 from flopmeter.timing.events import FIRST_STEPS
-from flopmeter.timing.sharded import ShardedWaits
 from simulated_device import MS, US, SimulatedDevice, SimulatedEvents, Stream, timeline_on
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")

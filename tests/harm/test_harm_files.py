@@ -324,7 +324,6 @@ for _ in range(9):
 
 
 INTERRUPTED = {
-    "before the machine was looked at": "raise KeyboardInterrupt",
     "in a sleep": "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); time.sleep(60)",
     "in training": "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); train(10**9)",
     # What is run from a string clears a flag of Python's, by which it ends with another exit code.
