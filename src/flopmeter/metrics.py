@@ -89,11 +89,12 @@ class Column:
 
     def each(self, operation: Callable[[float, float], float], other: Any) -> Column:
         """The operation on each of them and the other: a column, too, or one number."""
-        found, values = array("d"), self.values
+        values = self.values
+        found = array("d", [0.0]) * len(values)
         for start in range(0, len(values), CHUNK):
             others = other.values[start : start + CHUNK] if isinstance(other, Column) else repeat(other)
             # An array takes a list in half the time.
-            found.fromlist(list(map(operation, values[start : start + CHUNK], others)))
+            found[start : start + CHUNK] = array("d", list(map(operation, values[start : start + CHUNK], others)))
         return Column(found)
 
     __add__ = __radd__ = partialmethod(each, operator.add)
@@ -352,7 +353,8 @@ def utilisation_columns(work: Columns, step_s: array[float], turns: Turns) -> Co
             pairs = zip(work[DEVICE_NS][start:stop], step["ns"].values, strict=True)
             step["device_ns"] = Column(ns if of_job != of_job else of_job for of_job, ns in pairs)
         for key, column in utilisations(step, peaks).items():
-            found.setdefault(key, array("d")).extend(tamed_column(column.values))
+            values = tamed_column(column.values)
+            found[key] = found[key] + values if key in found else values
     return {key: values for key, values in found.items() if any(map(math.isfinite, values))}
 
 
