@@ -1134,8 +1134,8 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     Recipe(
         name="gan_aae",
-        truth="update 34 % of a step (Adam, tensor by tensor), matrix products 32 %, loader 18 %; looked at again after "
-        "a verdict: +27 % with all batches made before, +19 % with a fused update, by CPU time",
+        truth="update 34 % of a step (Adam, tensor by tensor), matrix products 32 %, loader 18 %; looked at again "
+        "after a verdict: +27 % with all batches made before, +19 % with a fused update, by CPU time",
         right=frozenset({"optimizer_heavy", "cpu_preprocessing"}),
         kind="GAN/diffusion", repository="PyTorch-GAN", script="aae.py", folder="implementations/aae", chosen="after",
         edits=(seeded("implementations/aae/aae.py"),),
