@@ -56,7 +56,7 @@ from wild_recipes import OWN, RECIPES, Recipe, Variant
 
 BENCHMARK_VERSION = 2
 CLOCK = ROOT / "benchmarks" / "wild_clock"
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 FIRST_STEADY = 15
 """Steps before this one start up, or are those that flopmeter samples first: left out of all times."""
 MAX_GAIN_ERROR, MAX_MFU_ERROR = 0.05, 0.02
@@ -210,6 +210,8 @@ def judge(recipe: Recipe, programs: Path, work: Path, **how: bool) -> dict[str, 
     plain = run(recipe, "plain", programs, work, **how)
     twin = run(recipe, "twin", programs, work, **how) if recipe.has_twin else None
     ours = run(recipe, "ours", programs, work, **how)
+    if -9 in (plain.exit_code, ours.exit_code):
+        raise TimeoutError(f"it took longer than {TIMEOUT_S} s")
     row: dict[str, Any] = {
         "name": recipe.name, "commit": commit(recipe, programs), "kind": recipe.kind, "chosen": recipe.chosen,
         "fault_put_in": recipe.has_fault, "truth": recipe.truth, "right": sorted(recipe.right),
