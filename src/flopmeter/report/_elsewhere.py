@@ -108,12 +108,13 @@ def _growth(growth: Any) -> dict[str, float]:
 
 def _workload(run: Run, count: Mapping[str, Any]) -> tuple[int, int, float]:
     """Tokens and samples of the counted step, of all ranks, and how many times rank 0's FLOPs they stand for."""
-    flop, amounts = run.column("perf/model_flop"), [run.amount(name) for name in COUNTS]
+    flop, step_s = run.column("perf/model_flop"), run.column("perf/step_time")
+    rates = [run.column(f"perf/{name}_per_second") for name in COUNTS]
     model_flop, is_one_rank = number(count.get("model_flop")), run.header.world_size == 1
     for place in sorted(run.marks, reverse=True):
         scale = flop[place] / model_flop if model_flop else 0.0
         if abs(scale - 1) < TOLERANCE if is_one_rank else run.step[place] == count.get("after_step") and scale > 0:
-            tokens, processed, samples = (amount[place] for amount in amounts)
+            tokens, processed, samples = (rate[place] * step_s[place] for rate in rates)
             if abs(processed - tokens) > TOLERANCE * tokens:
                 raise NoRuleError("the batches are padded")
             counted = _whole(tokens, "tokens are unknown"), _whole(samples, "samples are unknown")
