@@ -150,7 +150,7 @@ def test_two_ranks_end_together_and_a_large_folder_is_used_in_place(program: Pat
 def test_a_program_that_cannot_be_tried_is_told_why(program: Path, code: str | None, line: str) -> None:
     if code is not None:
         (program / "train.py").write_text(code)
-    exit_code, out, err = tried_in(program, "--budget", "60s", "train.py", "--steps", "9")
+    exit_code, out, err = tried_in(program, "--budget", "120s", "train.py", "--steps", "9")
     assert (exit_code, out) == (1, "")
     assert err.strip().splitlines()[-1].startswith("flopmeter: error: nothing was tried: ")
     assert line in err

@@ -250,7 +250,7 @@ class Trials:
         while jobs and (wanted_s := self._first_round_s(jobs)) > self.left_s:
             gone = jobs.pop().row
             gone.reason = (
-                f"the budget has no room: a round with it takes {seconds(wanted_s)}, {seconds(self.left_s)} are left"
+                f"the budget has no room: a round with it takes {wanted_s:.0f} s, {self.left_s:.0f} s are left"
             )
         start, step = seconds(self.tried.startup_s), seconds(self.tried.step_s)
         names = ", ".join(job.name for job in jobs) or "nothing"
@@ -264,7 +264,8 @@ class Trials:
         return jobs
 
     def _first_round_s(self, jobs: Sequence[Job]) -> float:
-        return sum(self._job_s(job) for job in (self._unchanged, *self._joined(jobs))) if jobs else 0.0
+        plain = [] if all(job.is_switched for job in jobs) else [self._unchanged]
+        return sum(self._job_s(job) for job in (*plain, *self._joined(jobs)))
 
     def _joined(self, jobs: Sequence[Job]) -> list[Job]:
         """Where starting the program takes long, what can be switched shares one process."""
@@ -315,8 +316,10 @@ class Trials:
 
     def _measure(self, seen: Seen, jobs: list[Job]) -> None:
         jobs.sort(key=self._job_s)  # what may eat the budget, as compiling does, comes last
-        if jobs:
-            self._round(0, [self._unchanged, *self._joined(jobs)])
+        if jobs:  # where nothing takes turns with the unchanged program, it only shows how far its own losses differ
+            first = self._joined(jobs)
+            plain = [self._unchanged]
+            self._round(0, [*first, *plain] if all(job.is_switched for job in jobs) else [*plain, *first])
         for turn in range(1, self._num_rounds):
             left = [job for job in jobs if not job.is_done]
             plain = [] if all(job.is_switched for job in left) else [self._unchanged]
@@ -388,8 +391,8 @@ class Trials:
                 rounding = max(change.rounding for change in job.changes)
                 row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
             ranks = [rank for done in job.runs.values() for rank in done.ranks]
-            row.memory_bytes, row.memory_text = judge_memory(ranks, plain_ranks, job.on)
-        known = [block["peak_bytes"] for rank in plain_ranks for block in timed(rank)]
+            row.memory_bytes, row.memory_text = judge_memory(ranks, plain_ranks or ranks, job.on)
+        known = [block["peak_bytes"] for rank in plain_ranks or [self._first] for block in timed(rank)]
         self.tried.memory_bytes = max((value for value in known if value is not None), default=None)
         if plain:
             self.tried.step_s = self._step_s(self._unchanged)
