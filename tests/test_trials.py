@@ -286,9 +286,9 @@ def test_memory_that_grows_is_told_whether_it_is_freed_between_blocks_or_not() -
 def test_the_headline_is_of_a_change_that_does_no_harm() -> None:
     fast = Row(names=["a"], what="", gain=Gain(low=0.5, expected=0.6, high=0.7), outcome="faster", losses="different")
     fair = Row(names=["b"], what="", gain=Gain(low=0.28, expected=0.31, high=0.34), outcome="faster", losses="same")
-    assert headline(Tried(program=[], rows=[fast, fair])) == "tried: +31 % (28 to 34) with b"
-    assert headline(Tried(program=[], rows=[fast])) == "tried: +60 % (50 to 70) with a, but not without harm"
-    assert headline(Tried(program=[])) == "tried: nothing was measured"
+    assert headline(Tried(program=[], rows=[fast, fair])) == "+31 % (28 to 34) with b"
+    assert headline(Tried(program=[], rows=[fast])) == "+60 % (50 to 70) with a, but not without harm"
+    assert headline(Tried(program=[])) == "nothing was measured"
 
 
 # The table, the command

@@ -435,12 +435,12 @@ def headline(tried: Tried) -> str:
     harmless = [row for row in faster if row.is_harmless]
     if harmless:
         best = max(harmless, key=lambda row: row.gain.expected if row.gain else 0.0)
-        return f"tried: {gain_text(best.gain)} with {' and '.join(best.names)}"
+        return f"{gain_text(best.gain)} with {' and '.join(best.names)}"
     if faster:
-        return f"tried: {gain_text(faster[0].gain)} with {faster[0].names[0]}, but not without harm"
+        return f"{gain_text(faster[0].gain)} with {faster[0].names[0]}, but not without harm"
     if not measured:
-        return "tried: nothing was measured"
-    return f"tried: of {plural(len(measured), 'change')} none makes it faster"
+        return "nothing was measured"
+    return f"of {plural(len(measured), 'change')} none makes it faster"
 
 
 def gain_text(gain: Gain | None) -> str:
