@@ -144,7 +144,7 @@ def test_two_ranks_end_together_and_a_large_folder_is_used_in_place(program: Pat
     [
         (None, "the program ended by itself after 9 steps, and a comparison takes 32: let it run longer"),
         ("import torch", "no optimizer of torch stepped after a backward pass in the program's own process"),
-        ("raise ValueError('no data')", "the unchanged program ended (ValueError: no data)"),
+        ("raise ValueError('no data')", "the unchanged program ended with ValueError: no data"),
     ],
 )
 def test_a_program_that_cannot_be_tried_is_told_why(program: Path, code: str | None, line: str) -> None:

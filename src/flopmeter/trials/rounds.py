@@ -8,6 +8,7 @@ is spent. At last the best changes together.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ class Trials:
         found = self._first = done.seen
         times = [second for block in found["blocks"] for second in block["seconds"]]
         if not found["is_whole"] and len(times) < MIN_STEPS:
-            raise FlopmeterError(f"nothing was tried: {self._why_nothing(done)}")
+            raise FlopmeterError(f"nothing was tried: {_why(done, is_first=True)}")
         self._num_steps = 0 if found["is_whole"] else found["num_steps"]
         facts = found["facts"] | {"loaders": found["loaders"], "waited_share": waited_share([found])}
         self.tried.step_s, self.tried.startup_s = median(times), found["startup_s"]
@@ -176,24 +177,6 @@ class Trials:
         except RecordError as error:
             self.tried.notes.append(f"nothing was predicted: {error}")
             return Seen(facts, None, {})
-
-    def _why_nothing(self, done: Ended) -> str:
-        num, error = done.seen["num_steps"], done.seen["error"]
-        if done.exit_code == -9:
-            steps = plural(num, "step") if done.ranks else "no step"
-            return f"{steps} in {seconds(self._budget_s / 2)}; give it a larger --budget"
-        if done.exit_code != 0 or error:
-            said = f" ({done.reason})" if done.reason else ""
-            return f"the unchanged program ended{f' with {error}' if error else said}"
-        if not num:
-            return (
-                "no optimizer of torch stepped after a backward pass in the program's own process; processes that it "
-                "starts are not tried"
-            )
-        return (
-            f"the program ended by itself after {plural(num, 'step')}, and a comparison takes {MIN_STEPS + 2}: let it "
-            "run longer"
-        )
 
     # Which
 
@@ -348,7 +331,7 @@ class Trials:
             at_most_s = min(PATIENCE * wanted_s + 30, max(0.6 * self.left_s, wanted_s))
             done = self._launcher.run(job.name, at_most_s, self._plan(job))
             has_all = done.ranks and all(rank["is_whole"] and not rank["error"] for rank in done.ranks)
-            is_late = done.exit_code == -9 and not done.seen["error"]
+            is_late = done.exit_code is None and not done.seen["error"]
             if has_all or (is_late and job.is_switched and len(timed(done.seen)) > 2 * MIN_PAIRS):
                 for one in job.parts or (job,):
                     one.runs[turn] = done
@@ -462,15 +445,25 @@ def _predict(row: Candidate, seen: Seen) -> Gain | None:
     return Gain.of_saving(1.0, 0.3 * saved, saved, 1.5 * saved) if saved else None
 
 
-def _why(done: Ended) -> str:
-    if done.seen["error"]:
-        return str(done.seen["error"])[:300]
-    if done.exit_code == 0:
-        return f"the program ended by itself after {plural(done.seen['num_steps'], 'step')}"
-    if done.exit_code == -9:
-        return f"it was not done after {seconds(done.seconds)}"
-    said = f"; it said last: {done.reason}" if done.reason else ""
-    return f"it was ended by signal {-done.exit_code}{said}" if done.exit_code < 0 else done.reason
+def _why(done: Ended, *, is_first: bool = False) -> str:
+    """Why a run, or the first look, came to nothing."""
+    num, error = plural(done.seen["num_steps"], "step"), str(done.seen["error"])[:300]
+    if is_first and not error and done.exit_code == 0 and not done.seen["num_steps"]:
+        return (
+            "no optimizer of torch stepped after a backward pass in the program's own process; processes that it "
+            "starts are not tried"
+        )
+    if done.exit_code is None and not error:
+        late = f"it was not done after {seconds(done.seconds)}"
+        return f"{late}, with {num}; give it a larger --budget" if is_first else late
+    if done.exit_code == 0 and not error:
+        more = f", and a comparison takes {MIN_STEPS + 2}: let it run longer" if is_first else ""
+        return f"the program ended by itself after {num}{more}"
+    why = error or done.reason or f"exit code {done.exit_code}"
+    if done.exit_code is not None and done.exit_code < 0:
+        memory = ", as when memory runs out" if done.exit_code == -signal.SIGKILL else ""
+        why = f"signal {-done.exit_code}{memory}{f'; it said last: {done.reason}' if done.reason else ''}"
+    return f"the unchanged program ended with {why}" if is_first else why
 
 
 def _few(names: Sequence[str]) -> str:
