@@ -146,7 +146,7 @@ def show(tried: Tried, console: Console) -> None:
         predicted = signed(row.predicted.expected) if row.predicted else "-"
         table.add_row(*(name, predicted, measured, losses, row.memory_text, startup)[: len(headings)])
     console.print(table)
-    console.print(sentence(tried.headline), style="bold")
+    console.print(sentence(f"tried: {tried.headline}"), style="bold")
     for row in rows:
         name = " + ".join(row.names)
         if row.reason:

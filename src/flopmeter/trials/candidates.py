@@ -125,11 +125,14 @@ def _wanted_workers(is_iterable: bool) -> int:
     return 1 if is_iterable else MAX_WORKERS
 
 
-def _has_workers(seen: Seen) -> str:
-    loaders = seen.facts["loaders"]
-    if any((row["num_workers"] or 0) < _wanted_workers(row["is_iterable"]) for row in loaders):
-        return ""
-    return "its loader has workers" if loaders else "the program makes no DataLoader"
+def _no_loader(fits: Callable[[Mapping[str, Any]], bool], otherwise: str) -> Callable[[Seen], str]:
+    """A misfit: the program has no loader of this kind."""
+
+    def misfit(seen: Seen) -> str:
+        loaders = seen.facts["loaders"]
+        return "" if any(map(fits, loaders)) else otherwise if loaders else "the program makes no DataLoader"
+
+    return misfit
 
 
 @_candidate(
@@ -138,7 +141,9 @@ def _has_workers(seen: Seen) -> str:
         "transformers": "TrainingArguments(..., dataloader_num_workers={workers}, dataloader_persistent_workers=True, "
         f"dataloader_prefetch_factor={PREFETCH})",
     },
-    misfit=_has_workers,
+    misfit=_no_loader(
+        lambda row: (row["num_workers"] or 0) < _wanted_workers(row["is_iterable"]), "its loader has workers"
+    ),
     rules=("data_stall", "cpu_preprocessing"),
     saves={"data_wait": 0.95},
     rounding=0.0,
@@ -158,16 +163,12 @@ def loader_workers(trial: Trial) -> None:
     trial.change_arguments(DataLoader, change)
 
 
-def _pins(seen: Seen) -> str:
-    if seen.facts["device"] == "cpu":
-        return "pinned memory is for copies to a GPU"
-    needs = any(not row["pin_memory"] for row in seen.facts["loaders"])
-    return "" if needs else "the program has no DataLoader, or it pins already"
+_not_pinned = _no_loader(lambda row: not row["pin_memory"], "its loader pins already")
 
 
 @_candidate(
     'DataLoader(..., pin_memory=True), and batch.to("{device}", non_blocking=True)',
-    misfit=_pins,
+    misfit=lambda seen: "pinned memory is for copies to a GPU" if seen.facts["device"] == "cpu" else _not_pinned(seen),
     saves={"host_to_device": 0.5},
     rounding=0.0,
 )
@@ -181,17 +182,12 @@ def pin_memory(trial: Trial) -> None:
     trial.change_arguments(DataLoader, lambda given: given.update(pin_memory=True))
 
 
-def _no_batch_size(seen: Seen) -> str:
-    sizes = [row["batch_size"] for row in seen.facts["loaders"]]
-    return "" if any(isinstance(size, int) for size in sizes) else "no DataLoader is given the size of a batch"
-
-
 @_candidate(
     {
         "": "DataLoader(..., batch_size={batch})",
         "transformers": "TrainingArguments(..., per_device_train_batch_size={batch})",
     },
-    misfit=_no_batch_size,
+    misfit=_no_loader(lambda row: isinstance(row["batch_size"], int), "no DataLoader is given the size of a batch"),
     rules=("kernel_launch", "optimizer_heavy"),
     saves={"launch_gaps": 0.45, "optimizer": 0.45, "exposed_communication": 0.45},
     samples=MORE_SAMPLES,

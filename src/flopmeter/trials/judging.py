@@ -184,6 +184,7 @@ def judge_losses(
     is_dropout = not is_fine and (own.get("facts") or {}).get("has_dropout")
     text = f"losses up to {_size(worst)} apart, first gradients {_size(first_gradient)} apart"
     text += f"; the unchanged program's own runs {_size(max(usual))}" if any(usual) else ""
+    text += "" if usual else "; the unchanged program ran only once, so how far its own runs differ is not known"
     text += "; the model has dropout, which may have drawn other numbers" if is_dropout else ""
     return ("rounding", f"within rounding: {text}") if is_fine else ("different", text)
 

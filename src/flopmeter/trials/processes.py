@@ -44,8 +44,8 @@ class Ended(NamedTuple):
 
     ranks: list[dict[str, Any]]
     """What `inside.py` saw in each that wrote it."""
-    exit_code: int
-    """-9 when it was ended for taking too long."""
+    exit_code: int | None
+    """None when it was ended for taking too long."""
     reason: str
     """What it said last, where it failed."""
     seconds: float
@@ -214,7 +214,7 @@ def _copy(folder: Path, place: Path, besides: Path) -> Path:
     return copy
 
 
-def _run(job: dict[str, Any]) -> int:
+def _run(job: dict[str, Any]) -> int | None:
     """Run the job's program to its end, and whatever it started with it."""
     rank, place = os.environ.get("RANK", "0"), Path(job["place"])
     settings = job["settings"] | {"began_s": time.time(), "parent": os.getpid()}
@@ -235,7 +235,7 @@ def _run(job: dict[str, Any]) -> int:
         try:
             return process.wait(job["timeout_s"])
         except subprocess.TimeoutExpired:
-            return -9
+            return None
         except BaseException:  # Ctrl-C, or a launcher that ends: with a moment for the program to tidy up
             _signal(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):

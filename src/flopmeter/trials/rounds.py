@@ -8,6 +8,7 @@ is spent. At last the best changes together.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ class Trials:
         found = self._first = done.seen
         times = [second for block in found["blocks"] for second in block["seconds"]]
         if not found["is_whole"] and len(times) < MIN_STEPS:
-            raise FlopmeterError(f"nothing was tried: {self._why_nothing(done)}")
+            raise FlopmeterError(f"nothing was tried: {_why(done, is_first=True)}")
         self._num_steps = 0 if found["is_whole"] else found["num_steps"]
         facts = found["facts"] | {"loaders": found["loaders"], "waited_share": waited_share([found])}
         self.tried.step_s, self.tried.startup_s = median(times), found["startup_s"]
@@ -176,24 +177,6 @@ class Trials:
         except RecordError as error:
             self.tried.notes.append(f"nothing was predicted: {error}")
             return Seen(facts, None, {})
-
-    def _why_nothing(self, done: Ended) -> str:
-        num, error = done.seen["num_steps"], done.seen["error"]
-        if done.exit_code == -9:
-            steps = plural(num, "step") if done.ranks else "no step"
-            return f"{steps} in {seconds(self._budget_s / 2)}; give it a larger --budget"
-        if done.exit_code != 0 or error:
-            said = f" ({done.reason})" if done.reason else ""
-            return f"the unchanged program ended{f' with {error}' if error else said}"
-        if not num:
-            return (
-                "no optimizer of torch stepped after a backward pass in the program's own process; processes that it "
-                "starts are not tried"
-            )
-        return (
-            f"the program ended by itself after {plural(num, 'step')}, and a comparison takes {MIN_STEPS + 2}: let it "
-            "run longer"
-        )
 
     # Which
 
@@ -250,7 +233,7 @@ class Trials:
         while jobs and (wanted_s := self._first_round_s(jobs)) > self.left_s:
             gone = jobs.pop().row
             gone.reason = (
-                f"the budget has no room: a round with it takes {seconds(wanted_s)}, {seconds(self.left_s)} are left"
+                f"the budget has no room: a round with it takes {wanted_s:.0f} s, {self.left_s:.0f} s are left"
             )
         start, step = seconds(self.tried.startup_s), seconds(self.tried.step_s)
         names = ", ".join(job.name for job in jobs) or "nothing"
@@ -264,7 +247,8 @@ class Trials:
         return jobs
 
     def _first_round_s(self, jobs: Sequence[Job]) -> float:
-        return sum(self._job_s(job) for job in (self._unchanged, *self._joined(jobs))) if jobs else 0.0
+        plain = [] if all(job.is_switched for job in jobs) else [self._unchanged]
+        return sum(self._job_s(job) for job in (*plain, *self._joined(jobs)))
 
     def _joined(self, jobs: Sequence[Job]) -> list[Job]:
         """Where starting the program takes long, what can be switched shares one process."""
@@ -315,8 +299,10 @@ class Trials:
 
     def _measure(self, seen: Seen, jobs: list[Job]) -> None:
         jobs.sort(key=self._job_s)  # what may eat the budget, as compiling does, comes last
-        if jobs:
-            self._round(0, [self._unchanged, *self._joined(jobs)])
+        if jobs:  # where nothing takes turns with the unchanged program, it only shows how far its own losses differ
+            first = self._joined(jobs)
+            plain = [self._unchanged]
+            self._round(0, [*first, *plain] if all(job.is_switched for job in jobs) else [*plain, *first])
         for turn in range(1, self._num_rounds):
             left = [job for job in jobs if not job.is_done]
             plain = [] if all(job.is_switched for job in left) else [self._unchanged]
@@ -345,7 +331,7 @@ class Trials:
             at_most_s = min(PATIENCE * wanted_s + 30, max(0.6 * self.left_s, wanted_s))
             done = self._launcher.run(job.name, at_most_s, self._plan(job))
             has_all = done.ranks and all(rank["is_whole"] and not rank["error"] for rank in done.ranks)
-            is_late = done.exit_code == -9 and not done.seen["error"]
+            is_late = done.exit_code is None and not done.seen["error"]
             if has_all or (is_late and job.is_switched and len(timed(done.seen)) > 2 * MIN_PAIRS):
                 for one in job.parts or (job,):
                     one.runs[turn] = done
@@ -388,8 +374,8 @@ class Trials:
                 rounding = max(change.rounding for change in job.changes)
                 row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
             ranks = [rank for done in job.runs.values() for rank in done.ranks]
-            row.memory_bytes, row.memory_text = judge_memory(ranks, plain_ranks, job.on)
-        known = [block["peak_bytes"] for rank in plain_ranks for block in timed(rank)]
+            row.memory_bytes, row.memory_text = judge_memory(ranks, plain_ranks or ranks, job.on)
+        known = [block["peak_bytes"] for rank in plain_ranks or [self._first] for block in timed(rank)]
         self.tried.memory_bytes = max((value for value in known if value is not None), default=None)
         if plain:
             self.tried.step_s = self._step_s(self._unchanged)
@@ -432,12 +418,12 @@ def headline(tried: Tried) -> str:
     harmless = [row for row in faster if row.is_harmless]
     if harmless:
         best = max(harmless, key=lambda row: row.gain.expected if row.gain else 0.0)
-        return f"tried: {gain_text(best.gain)} with {' and '.join(best.names)}"
+        return f"{gain_text(best.gain)} with {' and '.join(best.names)}"
     if faster:
-        return f"tried: {gain_text(faster[0].gain)} with {faster[0].names[0]}, but not without harm"
+        return f"{gain_text(faster[0].gain)} with {faster[0].names[0]}, but not without harm"
     if not measured:
-        return "tried: nothing was measured"
-    return f"tried: of {plural(len(measured), 'change')} none makes it faster"
+        return "nothing was measured"
+    return f"of {plural(len(measured), 'change')} none makes it faster"
 
 
 def gain_text(gain: Gain | None) -> str:
@@ -459,15 +445,25 @@ def _predict(row: Candidate, seen: Seen) -> Gain | None:
     return Gain.of_saving(1.0, 0.3 * saved, saved, 1.5 * saved) if saved else None
 
 
-def _why(done: Ended) -> str:
-    if done.seen["error"]:
-        return str(done.seen["error"])[:300]
-    if done.exit_code == 0:
-        return f"the program ended by itself after {plural(done.seen['num_steps'], 'step')}"
-    if done.exit_code == -9:
-        return f"it was not done after {seconds(done.seconds)}"
-    said = f"; it said last: {done.reason}" if done.reason else ""
-    return f"it was ended by signal {-done.exit_code}{said}" if done.exit_code < 0 else done.reason
+def _why(done: Ended, *, is_first: bool = False) -> str:
+    """Why a run, or the first look, came to nothing."""
+    num, error = plural(done.seen["num_steps"], "step"), str(done.seen["error"])[:300]
+    if is_first and not error and done.exit_code == 0 and not done.seen["num_steps"]:
+        return (
+            "no optimizer of torch stepped after a backward pass in the program's own process; processes that it "
+            "starts are not tried"
+        )
+    if done.exit_code is None and not error:
+        late = f"it was not done after {seconds(done.seconds)}"
+        return f"{late}, with {num}; give it a larger --budget" if is_first else late
+    if done.exit_code == 0 and not error:
+        more = f", and a comparison takes {MIN_STEPS + 2}: let it run longer" if is_first else ""
+        return f"the program ended by itself after {num}{more}"
+    why = error or done.reason or f"exit code {done.exit_code}"
+    if done.exit_code is not None and done.exit_code < 0:
+        memory = ", as when memory runs out" if done.exit_code == -signal.SIGKILL else ""
+        why = f"signal {-done.exit_code}{memory}{f'; it said last: {done.reason}' if done.reason else ''}"
+    return f"the unchanged program ended with {why}" if is_first else why
 
 
 def _few(names: Sequence[str]) -> str:
