@@ -48,20 +48,39 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def parts(page: Path) -> list[tuple[str, ...]]:
+    """What the blocks of a page need: those of the same needs are one part, which may use what it has made."""
+    return list(dict.fromkeys(block.needs for block in blocks(page.read_text("utf-8"))))
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page.read_text("utf-8"))], ids=lambda page: page.stem
+    ("page", "needs"),
+    [pytest.param(page, needs, id="-".join([page.stem, *needs])) for page in PAGES for needs in parts(page)],
 )
-def test_what_a_page_marks_to_run_runs(page: Path, tmp_path: Path) -> None:
+def test_what_a_page_marks_to_run_runs(page: Path, needs: tuple[str, ...], tmp_path: Path) -> None:
+    if missing := [library for library in needs if find_spec(library) is None]:
+        pytest.skip(f"needs {', '.join(missing)}")
     for name in ("examples", "docs", "configs", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
-    done = 0
     for block in blocks(page.read_text("utf-8")):
-        if all(find_spec(library) is not None for library in block.needs):
+        if block.needs == needs:
             answer = run(block, tmp_path)
             assert answer.returncode == 0, f"{block.code}\n{answer.stdout}\n{answer.stderr}"
-            done += 1
-    if not done:
-        pytest.skip("everything on this page needs libraries that are not installed")
+
+
+def test_the_recipe_for_swanlab_is_read_back_by_its_own_reader(tmp_path: Path) -> None:
+    store = pytest.importorskip("swanlab.sdk.internal.core_python.store", reason="needs swanlab")
+    records = pytest.importorskip("swanlab.proto.swanlab.record.v1.record_pb2", reason="needs swanlab")
+    (recipe,) = (b for b in blocks((ROOT / "docs/logging.md").read_text("utf-8")) if b.needs == ("swanlab",))
+    answer = run(recipe, tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    reader = store.DataStoreReader()
+    reader.open(next(tmp_path.glob("swanlog/*/*.swanlab")))
+    found = [record.scalar for record in map(records.Record.FromString, reader) if record.HasField("scalar")]
+    reader.close()
+    times = {scalar.step: scalar.value.number for scalar in found if scalar.key == "perf/step_time"}
+    assert times.keys() == {50, 100}  # as `detail_every` has it
+    assert all(step_s > 0 for step_s in times.values())
 
 
 def test_the_recipe_for_opentelemetry_reaches_a_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
