@@ -400,6 +400,15 @@ def test_a_count_says_what_other_batches_take() -> None:
     assert count.forward_flop == first + second
     assert count.backward_flop == first + 2 * second  # no gradient of the input is wanted
     assert count.by_dtype == {"float32": 2 * first + 3 * second}
+
+
+def test_another_batch_is_read_as_the_one_that_was_counted() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32)  # the sequence comes first, as torch has it by default
+    model = torch.nn.Sequential(layer)
+    count = count_flops(model, (torch.randn(8, 2, 16),)).at((torch.randn(32, 2, 16),))
+    linears = 2 * 32 * 2 * (4 * 16 * 16 + 2 * 16 * 32)
+    attention = 2 * 2 * 2 * 32 * 32 * 16
+    assert count.forward_flop == linears + attention
     llama = FAMILIES["llama"].build(lambda: text(*OBSERVED)).model
     expected = FAMILIES["llama"].truth([200] * 3, 200).exact.model_flop
     assert relative_error(count_flops(llama, text(*OBSERVED)).at((3, 200)).model_flop, expected) < TOLERANCE

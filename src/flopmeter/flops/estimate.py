@@ -154,8 +154,8 @@ def read_leaves(
         growth["exact"][dtype][field] += sum(parts.values()) * rows
         growth["full"][dtype][processed] += sum(parts.values()) * run
         growth["hardware"][dtype][processed] += (sum(parts.values()) + again) * run
-    left_out = (*left_out, told)
-    return FlopCount.of(phases, growth, convention, workload=workload, coverage=None, method=method, left_out=left_out)
+    others = {"workload": workload, "needs": needs_of(model), "method": method, "left_out": (*left_out, told)}
+    return FlopCount.of(phases, growth, convention, coverage=None, **others)
 
 
 Line = tuple[str, str, float, int, int]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flopmeter.errors import CountError
 
 if TYPE_CHECKING:
-    from flopmeter.flops.workload import Workload
+    from flopmeter.flops.workload import Needs, Workload
 
 Convention = Literal["exact", "full"]
 """exact: attended pairs and tokens that are not padding. full: all pairs and all tokens (PaLM's way)."""
@@ -54,6 +54,8 @@ class FlopCount:
     each by dtype, and there by field of `Workload`."""
     workload: Workload | None = None
     """What it was counted for, where that is known."""
+    needs: Needs | None = None
+    """How a batch of the model is read, where that is known."""
     coverage: float | None = 1.0
     """Counted work over the work that is known to have happened; None when nothing tells."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
@@ -115,16 +117,13 @@ class FlopCount:
             CountError: What parts grow with is not known, as of a profiler's count, or the batch has another kind of
                 input, of which this count says nothing.
         """
-        from flopmeter.flops.workload import Needs, Workload, workload_of
+        from flopmeter.flops.workload import Workload, workload_of
 
         if (batch is None) is (lengths is None):
             raise TypeError("either a batch or the lengths of its texts")
-        before = self.workload
-        if before is None or "forward" not in self.growth:
+        before, needs = self.workload, self.needs
+        if before is None or needs is None or "forward" not in self.growth:
             raise CountError("this count does not say what its parts grow with")
-        reads: Any = "text" if before.tokens else "values"
-        has_decoder = before.decoder_tokens > 0
-        needs = Needs(window=before.window, patch_window=before.patch_window, has_decoder=has_decoder, reads=reads)
         if lengths is not None:
             after = Workload.of_lengths(lengths, needs=needs)
         elif isinstance(batch, Workload):
@@ -147,7 +146,7 @@ class FlopCount:
         # Phases are not in one proportion: frozen weights have half a backward pass, attention all of it.
         phases = {name: sums[name] for name in ("forward", "recompute")}
         phases |= {"backward": sums[self.convention] - sums["forward"], "optimizer": self.optimizer_flop}
-        told = {name: getattr(self, name) for name in ("coverage", "uncounted", "left_out")}
+        told = {name: getattr(self, name) for name in ("coverage", "uncounted", "left_out", "needs")}
         method = f"{self.method}, for another batch"
         return FlopCount.of(phases, growth, self.convention, workload=after, method=method, **told)
 

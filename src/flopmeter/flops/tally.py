@@ -113,6 +113,7 @@ def tally(
         by_module=dict(by_module),
         by_role=dict(by_role),
         workload=reader.total,
+        needs=frames.needs,
         coverage=_coverage(forward_by_path, frames.needed, uncounted_flop),
         method=f"observed, {len(modules)} modules by the shapes of their weights" if modules else "observed",
         uncounted=dict(uncounted),

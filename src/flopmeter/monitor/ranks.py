@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flopmeter")
 
-_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out", "workload")
+_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out", "workload", "needs")
 """What a prediction does not need: it would be most of the note."""
 
 
