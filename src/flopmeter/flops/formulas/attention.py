@@ -206,32 +206,21 @@ _PARTIAL, _WHOLE, _QUERY_BLOCK, _KEY_BLOCK = 2, 4, -3, -2
 """Where `BlockMask.as_tuple()` holds the counts of partly and wholly kept blocks, and the block's two sides."""
 
 
-def _block_pairs(query: Spec, key: Spec, block_mask: Any) -> tuple[int, int]:
-    """Of all heads: every pair, and those of the visited blocks."""
-    heads = prod(query.shape[:-2])
-    full = heads * query.shape[-2] * key.shape[-2]
-    counts = [block_mask[index] for index in (_PARTIAL, _WHOLE) if block_mask[index] is not None]
-    if any(count.values is None for count in counts):
-        return full, full
-    # The mask has its own batch and heads, which may be 1 for all. The last blocks may overhang.
-    visited = sum(sum(count.values) * heads // prod(count.shape[:-1]) for count in counts)
-    return full, min(visited * block_mask[_QUERY_BLOCK] * block_mask[_KEY_BLOCK], full)
-
-
-@formula("higher_order::flex_attention query key value score_mod block_mask", values=("block_mask",))
-def flex_attention(query: Spec, key: Spec, value: Spec, block_mask: Any, **_: Any) -> Work:
-    """Two products."""
-    return attention_work(*_block_pairs(query, key, block_mask), query.shape[-1], value.shape[-1], is_backward=False)
-
-
 @formula(
-    "higher_order::flex_attention_backward query key value out logsumexp grad_out grad_logsumexp "
-    "fw_graph joint_graph block_mask",
+    "higher_order::flex_attention query key value score_mod block_mask",
+    """higher_order::flex_attention_backward query key value out logsumexp grad_out grad_logsumexp
+    fw_graph joint_graph block_mask""",
     values=("block_mask",),
 )
-def flex_attention_backward(query: Spec, key: Spec, value: Spec, block_mask: Any, **_: Any) -> Work:
-    """Four products, and three of them once more."""
-    full, exact = _block_pairs(query, key, block_mask)
-    dim, dim_v = query.shape[-1], value.shape[-1]
-    work = attention_work(full, exact, dim, dim_v, is_backward=True)
-    return work._replace(hardware=2 * exact * (4 * dim + 3 * dim_v))
+def flex_attention(query: Spec, key: Spec, value: Spec, block_mask: Any, **others: Any) -> Work:
+    """Two products; backward four, and three of them once more."""
+    heads, dim, dim_v = prod(query.shape[:-2]), query.shape[-1], value.shape[-1]
+    exact = full = heads * query.shape[-2] * key.shape[-2]
+    counts = [block_mask[index] for index in (_PARTIAL, _WHOLE) if block_mask[index] is not None]
+    if all(count.values is not None for count in counts):
+        # The mask has its own batch and heads, which may be 1 for all. The last blocks may overhang.
+        visited = sum(sum(count.values) * heads // prod(count.shape[:-1]) for count in counts)
+        exact = min(visited * block_mask[_QUERY_BLOCK] * block_mask[_KEY_BLOCK], full)
+    is_backward = "grad_out" in others
+    work = attention_work(full, exact, dim, dim_v, is_backward)
+    return work._replace(hardware=2 * exact * (4 * dim + 3 * dim_v)) if is_backward else work
