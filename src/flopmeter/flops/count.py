@@ -25,7 +25,7 @@ from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.frames import active_autocast
 from flopmeter.flops.inputs import build_inputs
 from flopmeter.flops.observation import Observation
-from flopmeter.flops.on_shapes import CollectiveError, only_shapes, real_state, shape_only_state, untouched
+from flopmeter.flops.on_shapes import CollectiveError, for_real, only_shapes, shape_only_state, untouched
 from flopmeter.flops.workload import unwrap as unwrap
 from flopmeter.torch_compat import TOO_OLD, reparametrize_module, tree_iter, tree_map_only
 
@@ -161,18 +161,13 @@ def _count_with_other_experts(configs: Mapping[int, Any], count: Callable[[], Fl
 
 
 def _count_for_real(model: nn.Module, inputs: _Inputs, observed: Callable[..., FlopCount]) -> FlopCount:
-    """Run the model itself, on copies of its buffers; of a large batch only the first sample, scaled."""
+    """Run the model itself, on copies of its buffers and of a small batch."""
     sizes = [t.numel() // (256 if t.is_floating_point() else 1) for t in tree_iter(inputs) if torch.is_tensor(t)]
     if max(sizes, default=0) > MAX_REAL_ELEMENTS:
         raise CountError("it would have to be run for real, which takes a smaller batch")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def borrow(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
-
-    inputs = tree_map_only(torch.Tensor, borrow, inputs)
+    tensors, lent = for_real(model, inputs)
     with untouched(model):
-        return observed(real_state(model), inputs)
+        return observed(tensors, lent)
 
 
 def _observed(

@@ -65,10 +65,16 @@ def shape_only_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def real_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters that get no gradients of the user's, and copies of the buffers."""
+def for_real(model: nn.Module, inputs: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Parameters that give the user's no gradients, copies of the buffers, and of the inputs where the model is."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def borrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
     tensors = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-    return tensors | {name: buffer.clone() for name, buffer in model.named_buffers()}
+    tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return tensors, tree_map_only(torch.Tensor, borrow, inputs)
 
 
 @contextmanager

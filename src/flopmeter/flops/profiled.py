@@ -32,7 +32,7 @@ from flopmeter.flops.count import call_arguments, loss_of, unwrap
 from flopmeter.flops.flop_count import Convention, FlopCount
 from flopmeter.flops.formulas import Work
 from flopmeter.flops.observation import watch_optimizers
-from flopmeter.flops.on_shapes import real_state, untouched
+from flopmeter.flops.on_shapes import for_real, untouched
 from flopmeter.hook_hiding import replace_attribute, surround_backward
 from flopmeter.profiling.profiler_guard import Recording, range_of
 from flopmeter.profiling.recorded import (
@@ -53,7 +53,6 @@ from flopmeter.torch_compat import (
     input_shapes,
     reparametrize_module,
     schemas_of,
-    tree_map_only,
     unrecorded_operators,
 )
 
@@ -155,12 +154,8 @@ def profile_flops(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | t
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         raise CountError("a model on the meta device cannot be profiled, because it cannot run: count it instead")
-
-    def borrow(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-
-    args, kwargs = tree_map_only(torch.Tensor, borrow, call_arguments(model, batch))
-    with untouched(model), torch.enable_grad(), reparametrize_module(model, real_state(model), tie_weights=True):
+    tensors, (args, kwargs) = for_real(model, call_arguments(model, batch))
+    with untouched(model), torch.enable_grad(), reparametrize_module(model, tensors, tie_weights=True):
         with ProfiledStep(device) as profiled:
             loss = loss_of(model(*args, **kwargs))
             if loss is not None:
