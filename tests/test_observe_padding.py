@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flopmeter.flops.count import count_flops
 from flopmeter.flops.estimate import estimate_flops
@@ -209,3 +210,71 @@ def test_a_query_that_is_padding_has_no_pairs_where_attention_got_no_mask(attent
         model(torch.zeros(2, 4, dtype=torch.long), attention_mask=MASKS["integers"]).backward()
     pairs = (1 + 2 + 3 + 4) + (1 + 2) if attention == "causal" else 4 * 4 + 2 * 4
     assert step.result().forward_flop == pytest.approx(6 * 2 * WIDTH * WIDTH + 4 * WIDTH * pairs)
+
+
+class Parts(nn.Module):
+    """A body and a head that training code calls one after the other, and never the two as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(self.embed(input_ids)).chunk(3, -1)
+        is_open = attention_mask.bool()[:, None, :] & torch.ones(input_ids.shape[1], input_ids.shape[1]).tril().bool()
+        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_open[:, None])[:, 0]
+
+
+class FusedLoss(torch.autograd.Function):
+    """Makes the gradients with the loss, a few rows at a time, so that no logits are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gradient, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(hidden), 5):
+            logits = hidden[start : start + 5] @ weight.t()
+            gradient[start : start + 5] = logits @ weight
+            of_weight += logits.t() @ hidden[start : start + 5]
+        ctx.save_for_backward(gradient, of_weight)
+        return hidden.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradient, of_weight = ctx.saved_tensors
+        return grad * gradient, grad * of_weight
+
+
+def in_checkpoints(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    parts = [
+        checkpoint(lambda part: head(part).square().sum(), part, use_reentrant=False) for part in hidden.split(3, 1)
+    ]
+    return torch.stack(parts).sum()
+
+
+LOSSES: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "in one": lambda head, hidden: head(hidden).sum(),
+    "rows of all samples": lambda head, hidden: head(hidden.flatten(0, 1)).sum(),
+    "in parts": lambda head, hidden: torch.stack([head(part).sum() for part in hidden.split(3, 1)]).sum(),
+    "in parts that are run again": in_checkpoints,
+    "fused": lambda head, hidden: FusedLoss.apply(hidden.flatten(0, 1), head.weight),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("is_left", [False, True])
+def test_parts_of_a_model_called_apart_have_the_padding_of_the_text(name: str, is_left: bool) -> None:
+    model, lengths = Parts(), [8, 5, 2]
+    own = mask(lengths, 8).flip(1) if is_left else mask(lengths, 8)
+    with observe(model) as step:
+        LOSSES[name](model.head, model.body(ids(3, 8), own)).backward()
+    tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    forward = 2 * tokens * (3 * WIDTH * WIDTH + WIDTH * VOCABULARY) + 2 * 2 * WIDTH * pairs
+    assert step.result().model_flop == pytest.approx(3 * forward)
+    assert step.result().left_out == ()

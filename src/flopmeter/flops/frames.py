@@ -218,7 +218,8 @@ class FrameTracker:
             batch.decoder = Text(length, "decoder_", late.decoder_is_real)
             if late.decoder_text is not text:
                 self.begin(late.decoder_text, batch.decoder, samples)
-        if text is not None and batch.length is not None:
+        is_new = late.is_real is not None or text is None or not self.rows.axes(text)  # else of a text from before
+        if text is not None and batch.length is not None and is_new:
             self.begin(text, Text(batch.length, "", late.is_real), samples)
         batch.late = replace(late, text=None, decoder_text=None)
 

@@ -258,6 +258,9 @@ class Observation:
             self.facts.see(op, args, out, self._is_in_optimizer)
         formula = formulas.find(op)
         task = graph_task_id()
+        node = autograd_node() if task != -1 else None
+        if isinstance(node, BackwardCFunction):
+            self._functions.add(node._sequence_nr())
         is_nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in (*args, out))
         # In a gradient's own work the dimensions of many tensors meet: there a product has the text of its forward one.
         goes_forward = task == -1 or torch.is_grad_enabled() or self._frames.runs_again or task in self._reruns[-1:]
@@ -277,7 +280,6 @@ class Observation:
         if dtype in NO_FLOP:
             self._integer_ops.add(op)
             return
-        node = autograd_node() if task != -1 else None
         is_outside = not self._frames.runs_again
         frame = self._frames.of_node(node._sequence_nr()) if node is not None and is_outside else self._frames.current()
         bound = bind(formula, func, args)
@@ -343,8 +345,6 @@ class Observation:
         task = graph_task_id()
         if task != -1:
             is_asked = task in self._reruns[-1:] or type(node).__name__ == REENTRANT_CHECKPOINT
-            if isinstance(node, BackwardCFunction):
-                self._functions.add(node._sequence_nr())
             if self._frames.runs_again or is_asked or (isinstance(node, BackwardCFunction) and _goes_forward_again()):
                 return "recompute", is_asked
             builds_graph = bool(self._builds_graph) and self._builds_graph[-1]

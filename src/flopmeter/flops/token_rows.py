@@ -244,11 +244,14 @@ class TokenRows:
         is_real, is_loose = text.is_real, text.is_loose
         if is_real is None or is_real.shape[1] != tensor.shape[dim]:
             return text
-        if name == "slice":
+        if name == "slice" or (name.startswith("split") and tensor.stride(dim)):
             start, end, step = [*args[2:5], None, None, None][:3]
-            if args[1] % tensor.dim() != dim:
+            if name != "slice":
+                start = (out.storage_offset() - tensor.storage_offset()) // tensor.stride(dim)
+                end, step = start + out.shape[dim], 1
+            elif args[1] % tensor.dim() != dim:
                 return text
-            key: tuple[Any, ...] = (id(text), name, start, end, step)
+            key: tuple[Any, ...] = (id(text), "slice", start, end, step)
             make = lambda: is_real[:, slice(start, end, step)]  # noqa: E731
         elif name == "constant_pad_nd":
             left, right = args[1][2 * (tensor.dim() - 1 - dim) : 2 * (tensor.dim() - dim)]
