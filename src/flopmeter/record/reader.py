@@ -10,7 +10,6 @@ import json
 import math
 import operator
 import os
-import stat
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -295,15 +294,10 @@ def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], flo
     Raises:
         OSError: It cannot be read.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not path.is_file() or not path.stat().st_size:
         return "", 0.0, None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or not status.st_size:
-        os.close(descriptor)
-        return "", 0.0, None
-    with os.fdopen(descriptor, "rb") as file:
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
         first = _object(file.readline(MAX_LINE_BYTES + 1))
         file.seek(max(status.st_size - MAX_LINE_BYTES, 0))
         last = _object(file.read(MAX_LINE_BYTES).rstrip().rpartition(b"\n")[2])
