@@ -329,7 +329,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class StepLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
     """The line of a step; a field that is not named here would make every line unusual."""
 
-    kind: Literal["step"]
+    kind: Literal["step"] | None = None
+    """Not there where there is a row."""
     step: Any  # the reader has its own idea of what a step number is
     time: float = math.nan
     row: list[float] = []
@@ -517,7 +518,9 @@ class RunReader:
 
     def _taken(self, raw: bytes) -> str | None:
         usual = usual_step(raw) if self.run.headers and len(raw) <= MAX_LINE_BYTES else None
-        if usual is not None and _is_step_number(usual.step):  # as nearly all lines of a long run are
+        if (
+            usual is not None and (usual.kind or usual.row) and _is_step_number(usual.step)
+        ):  # as nearly all lines of a long run are
             return self._add_step(usual.step, usual.time, usual.marks, usual.row, usual.loop, usual.metrics)
         if not raw.strip():
             return None
@@ -528,6 +531,8 @@ class RunReader:
             line = _parse(raw)
         except (ValueError, RecursionError):
             return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
+        if isinstance(line, dict) and "row" in line:
+            line.setdefault("kind", "step")
         if not isinstance(line, dict) or line.get("kind") not in _KINDS_OF_LINES:
             return "of no known kind"
         if not self.run.headers and line["kind"] != "header":

@@ -273,8 +273,13 @@ def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:
 
 
 def without_names(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The line of a step as it is written: what the loop tells of nearly every step needs no names."""
+    """The line of a step as it is written: what the loop tells of nearly every step needs no names.
+
+    Nor does a line with a row need to say that it is a step: of a run of a million steps that is 14 MB.
+    """
     metrics, packed = line.get("metrics") or {}, {**line}
+    if "row" in packed:
+        del packed["kind"]
     if loop := [metrics[key] for key in takewhile(metrics.__contains__, LOOP)]:
         del packed["metrics"]
         packed["loop"] = loop
