@@ -99,7 +99,7 @@ def step_line(step: int, time_s: float, step_s: float, marks: list[str]) -> Line
         "training/grad_norm": 1.0,
         **(dataset_metrics(step) | {"perf/overhead_share": 0.001} if step % 50 == 0 else {}),
     }
-    line = {"kind": "step", "step": step, "time": time_s, "row": row, "metrics": metrics}
+    line = {"kind": "step", "step": step, "time": round(time_s, 3), "row": row, "metrics": metrics}
     return {**line, "marks": marks} if marks else line
 
 

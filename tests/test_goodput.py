@@ -310,7 +310,7 @@ LINES = st.one_of(
 def test_whatever_the_record_holds_the_parts_add_up(tmp_path: Path, lines: list[Line]) -> None:
     result = goodput(record(tmp_path, header(1000.0), *lines))
     assert sum_of_parts(result) == pytest.approx(result.wall_s, rel=1e-9, abs=1e-6)
-    assert result.num_steps + result.num_lost_steps == sum(line["kind"] == "step" for line in lines)
+    assert result.num_steps + result.num_lost_steps == sum(line.get("kind", "step") == "step" for line in lines)
     measured_s = (result.productive_s, result.lost_steps_s, result.measuring_s, result.restart_s, result.start_up_s)
     assert min(*measured_s, *result.pause_s.values(), 0.0) > -1e-6
     assert result.share is None or 0 <= result.share <= 1.011

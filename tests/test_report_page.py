@@ -66,7 +66,7 @@ def page_of(folder: Path) -> Path:
 def slow_loader(num_steps: int) -> Iterator[dict[str, Any]]:
     """The ordinary run, a fifth of whose steps is waiting for data."""
     for line in runs.ordinary_lines(num_steps):
-        if line["kind"] == "step":
+        if line.get("kind", "step") == "step":
             line["metrics"] |= {"perf/data_wait_share": 0.2, "perf/forward_share": 0.2}
         yield line
 

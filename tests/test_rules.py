@@ -90,7 +90,7 @@ class TestDataRules:
     def test_long_waits_decide_and_not_the_many_short_ones(self, tmp_path: Path) -> None:
         # Nine of ten batches are there after 1 ms of computing; every tenth takes 900 ms in which nothing computes.
         lines = self.waiting.lines()
-        for line in [line for line in lines if line["kind"] == "step"]:
+        for line in [line for line in lines if line.get("kind", "step") == "step"]:
             is_long = line["step"] % 10 == 0
             step_s, wait_s, cpu_share = (1.0, 0.9, 0.0) if is_long else (0.1, 0.001, 1.0)
             line["metrics"] |= {"perf/step_time": step_s, "perf/data_wait_share": wait_s / step_s}

@@ -125,7 +125,15 @@ def goodput(run: Run) -> Goodput:
     pause_s = by_name(pauses)
     wall_s = max(start.end_s for start in starts) - starts[0].at_s
     other_s = wall_s - math.fsum([*parts.values(), *pause_s.values()])
-    doubt = _doubt(wall_s, other_s)
+    doubt = ""
+    if wall_s <= 0:
+        doubt = "the record shows no wall time: it has no dated line after its start"
+    elif other_s < -TOLERANCE * wall_s:
+        doubt = (
+            f"the parts exceed the wall time by {-other_s:.1f} s: the clock was set back, or two runs share the file"
+        )
+    num_untimed = len(step_s) - len(sound(step_s, LONGEST_S))
+    untimed = f"{num_untimed} steps have no duration; their time is in other" if num_untimed else ""
     return Goodput(
         share=None if doubt else parts["productive_s"] / wall_s,
         wall_s=wall_s,
@@ -135,7 +143,7 @@ def goodput(run: Run) -> Goodput:
         num_starts=len(starts),
         num_steps=sum(map(len, kept)),
         num_lost_steps=sum(map(len, lost)),
-        note="; ".join(filter(None, [doubt, _untimed(step_s), "" if all(are_numbered[1:]) else UNNUMBERED])),
+        note="; ".join(filter(None, [doubt, untimed, "" if all(are_numbered[1:]) else UNNUMBERED])),
         **parts,
     )
 
@@ -190,7 +198,7 @@ def _starts(run: Run, step_s: array[float], pauses: Iterable[Pause]) -> list[_St
     steps = _cut(run.time, at)
     inside: list[list[Pause]] = [[] for _ in at]
     for pause in pauses:
-        inside[_place(at, pause.end_s)].append(pause)
+        inside[max(bisect_right(at, pause.end_s) - 1, 0)].append(pause)
     dated = [sound(run.time[part.start : part.stop], LATEST_S) for part in steps]
     ends = [
         max(at_s, max(times, default=0.0), _latest(pause.end_s for pause in paused))
@@ -217,10 +225,6 @@ def _cut(time: array[float], at: list[float]) -> list[range]:
     for at_s in at[1:]:
         cuts.append(next((place for place in range(cuts[-1], len(time)) if time[place] >= at_s), len(time)))
     return [range(first, stop) for first, stop in pairwise([*cuts, len(time)])]
-
-
-def _place(at: list[float], moment_s: float) -> int:
-    return max(bisect_right(at, moment_s) - 1, 0)
 
 
 def _judge_steps(
@@ -305,16 +309,3 @@ def _moments(times_s: Iterable[float]) -> Iterator[float]:
 
 def _latest(times_s: Iterable[float]) -> float:
     return max(_moments(times_s), default=0.0)
-
-
-def _doubt(wall_s: float, other_s: float) -> str:
-    if wall_s <= 0:
-        return "the record shows no wall time: it has no dated line after its start"
-    if other_s < -TOLERANCE * wall_s:
-        return f"the parts exceed the wall time by {-other_s:.1f} s: the clock was set back, or two runs share the file"
-    return ""
-
-
-def _untimed(step_s: array[float]) -> str:
-    num_untimed = len(step_s) - len(sound(step_s, LONGEST_S))
-    return f"{num_untimed} steps have no duration; their time is in other" if num_untimed else ""

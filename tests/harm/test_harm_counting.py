@@ -80,7 +80,7 @@ def counts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def observed(lines: list[dict[str, Any]]) -> list[int]:
     """Which steps were observed, from 0."""
-    steps = [line for line in lines if line["kind"] == "step"]
+    steps = [line for line in lines if line.get("kind", "step") == "step"]
     return [place for place, line in enumerate(steps) if "observed" in line.get("marks", ())]
 
 
@@ -251,7 +251,7 @@ def test_the_twin_never_runs_the_model_for_real_and_the_record_says_why_there_is
     assert NOTED.count(False) == NUM_STEPS
     assert NOTED.count(True) > 0  # it was tried
     assert any("twin could not be counted" in sentence for sentence in counts(lines)[0]["left_out"])
-    assert len([line for line in lines if line["kind"] == "step"]) == NUM_STEPS
+    assert len([line for line in lines if line.get("kind", "step") == "step"]) == NUM_STEPS
 
 
 def test_the_facade_in_smart_mode_estimates_what_it_cannot_count_without_running_it() -> None:
@@ -543,7 +543,7 @@ def test_a_function_mode_of_the_users_sees_no_call_of_ours(tmp_path: Path, mode:
     beside = Watcher(allowed=set(alone.names))  # whatever else is called raises
     lines = text_loop(tmp_path, beside, torch.Tensor.clone, mode)
     assert beside.names == alone.names
-    steps = [line for line in lines if line["kind"] == "step"]
+    steps = [line for line in lines if line.get("kind", "step") == "step"]
     assert len(steps) == NUM_STEPS
     assert mode == "estimate" or counts(lines)
     assert not [line for line in lines if line.get("event") == "warning"]

@@ -89,7 +89,10 @@ def _shared_dims(model: nn.Module) -> Iterator[_Dim]:
             if key not in seen and dim.size > 1 and _is_shared(model, dim.name, number):
                 seen.add(key)
                 yield replace(dim, splits=True)
-    for dim in _root_dims(model):
+    # The mesh that a parameter's mesh was cut from also shows dimensions without a trace in the parameters (pp).
+    first = next((mesh for p in model.parameters() if (mesh := mesh_of(p)) is not None), None)
+    root = root_mesh(first) if first is not None else None
+    for dim in _dims(root) if root is not None and root.mesh_dim_names else ():
         if (dim.name, -1) not in seen and dim.name in SHARED_NAMES and dim.size > 1:
             seen.add((dim.name, -1))
             yield dim
@@ -99,13 +102,6 @@ def _dims(mesh: Any) -> list[_Dim]:
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
     return [_Dim(name, mesh.size(i), coordinates[i]) for i, name in enumerate(names)]
-
-
-def _root_dims(model: nn.Module) -> list[_Dim]:
-    """The mesh that a parameter's mesh was cut from also shows dimensions without a trace in the parameters (pp)."""
-    first = next((mesh for p in model.parameters() if (mesh := mesh_of(p)) is not None), None)
-    root = root_mesh(first) if first is not None else None
-    return _dims(root) if root is not None and root.mesh_dim_names else []
 
 
 def _is_shared(model: nn.Module, name: str, number: int) -> bool:

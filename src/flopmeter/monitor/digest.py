@@ -164,13 +164,14 @@ class Digest:
         before: list[Mapping[str, Any]] = []
         metrics, skips_wandb = self._own_metrics(item)
         row = self._row(item, time_, before)
-        line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": item.time_s, "row": row.numbers}
+        at_s = round(item.time_s, 3)  # how long a step took, the row says to the nanosecond
+        line: dict[str, Any] = {"kind": "step", "step": self.last_step, "time": at_s, "row": row.numbers}
         if row.more:
             line["metrics"] = {**metrics, **as_row(row.more)}
         elif metrics:
             line["metrics"] = metrics.copy()
         step_s = time_.step_ns / 1e9
-        goodput = self._goodput.add(item.time_s, step_s)
+        goodput = self._goodput.add(at_s, step_s)
         if item.marks:
             line["marks"] = item.marks
         else:

@@ -12,7 +12,6 @@ header to the same file.
 from __future__ import annotations
 
 from flopmeter.record.reader import Header, Run, load_run
-from flopmeter.record.training_log import steps_as_text, write_training_log
-from flopmeter.record.writer import RunWriter, replace_file
+from flopmeter.record.writer import RunWriter, replace_file, steps_as_text, write_training_log
 
 __all__ = ["Header", "Run", "RunWriter", "load_run", "replace_file", "steps_as_text", "write_training_log"]

@@ -10,7 +10,6 @@ import json
 import math
 import operator
 import os
-import stat
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -295,15 +294,10 @@ def look_at(path: Path) -> tuple[Literal["", "running", "ended", "foreign"], flo
     Raises:
         OSError: It cannot be read.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not path.is_file() or not path.stat().st_size:
         return "", 0.0, None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or not status.st_size:
-        os.close(descriptor)
-        return "", 0.0, None
-    with os.fdopen(descriptor, "rb") as file:
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
         first = _object(file.readline(MAX_LINE_BYTES + 1))
         file.seek(max(status.st_size - MAX_LINE_BYTES, 0))
         last = _object(file.read(MAX_LINE_BYTES).rstrip().rpartition(b"\n")[2])
@@ -335,7 +329,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class StepLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
     """The line of a step; a field that is not named here would make every line unusual."""
 
-    kind: Literal["step"]
+    kind: Literal["step"] | None = None
+    """Not there where there is a row."""
     step: Any  # the reader has its own idea of what a step number is
     time: float = math.nan
     row: list[float] = []
@@ -523,7 +518,9 @@ class RunReader:
 
     def _taken(self, raw: bytes) -> str | None:
         usual = usual_step(raw) if self.run.headers and len(raw) <= MAX_LINE_BYTES else None
-        if usual is not None and _is_step_number(usual.step):  # as nearly all lines of a long run are
+        if (
+            usual is not None and (usual.kind or usual.row) and _is_step_number(usual.step)
+        ):  # as nearly all lines of a long run are
             return self._add_step(usual.step, usual.time, usual.marks, usual.row, usual.loop, usual.metrics)
         if not raw.strip():
             return None
@@ -534,6 +531,8 @@ class RunReader:
             line = _parse(raw)
         except (ValueError, RecursionError):
             return "not JSON" if raw.endswith(b"\n") else "cut off in mid-line"
+        if isinstance(line, dict) and "row" in line:
+            line.setdefault("kind", "step")
         if not isinstance(line, dict) or line.get("kind") not in _KINDS_OF_LINES:
             return "of no known kind"
         if not self.run.headers and line["kind"] != "header":

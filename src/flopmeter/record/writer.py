@@ -1,22 +1,27 @@
-"""How does a run reach the disk, so that no kill, full disk or read-only folder can hurt it or the training?"""
+"""How does a run reach the disk, so that no kill, full disk or read-only folder can hurt it or the training?
+
+And in other forms: as one ordinary JSON document, for scripts that expect a `training_log.json`, or as a table.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import math
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from itertools import takewhile
+from io import StringIO
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
-from flopmeter.record.reader import LOOP, look_at
+from flopmeter.record.reader import LOOP, Run, look_at
 
 try:
     import fcntl
@@ -136,7 +141,14 @@ class RunWriter:
             os.close(self._fd)
             self._fd = None
 
-    def _lock(self) -> bool:
+    def _take(self) -> int:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        status = os.fstat(self._fd)
+        self._identity, self._num_bytes = (status.st_dev, status.st_ino), status.st_size
+        self.has_file = stat.S_ISREG(status.st_mode)
+        return self._fd
+
+    def _lock(self, fd: int) -> bool:
         """Whether the file is this process's to write; not so while another one that is alive writes it.
 
         The lock goes with the process, however it ends. Where there are no locks, as on some network file systems,
@@ -144,9 +156,8 @@ class RunWriter:
         """
         if fcntl is None or not self.has_file or self._identity in _writers:
             return True
-        assert self._fd is not None
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:
@@ -157,11 +168,7 @@ class RunWriter:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            status = os.fstat(self._fd)
-            self._identity, self._num_bytes = (status.st_dev, status.st_ino), status.st_size
-            self.has_file = stat.S_ISREG(status.st_mode)
-            if not self._lock():
+            if not self._lock(fd := self._take()):
                 self.is_refused, self.has_file = True, False
                 self._pending.clear()
                 logger.warning(
@@ -175,7 +182,7 @@ class RunWriter:
             self._let_go()
             if self.is_refused:
                 return
-        if self._num_bytes and os.pread(self._fd, 1, self._num_bytes - 1) != b"\n":
+        if self._num_bytes and os.pread(fd, 1, self._num_bytes - 1) != b"\n":
             # A killed run left half a line: close it, so that only that line is lost.
             self._pending[:0] = b"\n"
 
@@ -188,10 +195,7 @@ class RunWriter:
         self._pending[:0] = self.path.read_bytes()
         self._let_go()
         os.replace(aside, self.path)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        status = os.fstat(self._fd)
-        self._identity, self._num_bytes = (status.st_dev, status.st_ino), status.st_size
-        self._lock()
+        self._lock(self._take())
 
     def _what_happened(self) -> str:
         """What somebody did to the file since the last flush: nothing, as a rule."""
@@ -269,8 +273,13 @@ def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:
 
 
 def without_names(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The line of a step as it is written: what the loop tells of nearly every step needs no names."""
+    """The line of a step as it is written: what the loop tells of nearly every step needs no names.
+
+    Nor does a line with a row need to say that it is a step: of a run of a million steps that is 14 MB.
+    """
     metrics, packed = line.get("metrics") or {}, {**line}
+    if "row" in packed:
+        del packed["kind"]
     if loop := [metrics[key] for key in takewhile(metrics.__contains__, LOOP)]:
         del packed["metrics"]
         packed["loop"] = loop
@@ -300,3 +309,52 @@ def _strict(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [_strict(item, depth + 1) for item in value]
     return value
+
+
+def write_training_log(run: Run, path: Path) -> None:
+    """Write `step_logs`, `epoch_logs`, `evaluation_logs` and `total_training_time` (seconds), atomically."""
+    replace_file(path, lambda file: json.dump(training_log(run), file, allow_nan=False, indent=1))
+
+
+def steps_as_text(run: Run, format: str) -> Iterator[str]:
+    """A line for every step with all that follows from it; as csv with a line of names in front, or as JSON objects."""
+    if format == "csv":
+        text = StringIO()
+        csv.writer(text, lineterminator="").writerow(("step", "time", "marks", *run.columns))
+        yield text.getvalue()
+    for place in range(len(run)):
+        if format == "csv":
+            values = ("" if math.isnan(column[place]) else repr(column[place]) for column in run.columns.values())
+            yield ",".join((str(run.step[place]), repr(run.time[place]), " ".join(run.marks.get(place, ())), *values))
+        else:
+            marks = {"marks": run.marks[place]} if place in run.marks else {}
+            yield json.dumps({**_step_log(run, place), "time": run.time[place]} | marks)
+
+
+def training_log(run: Run) -> dict[str, Any]:
+    """The document itself: NaN and the infinities become null, since ordinary JSON has no word for them."""
+    return {
+        "run": {"run_id": run.header.run_id, "model": run.header.model, "device": run.header.device},
+        "step_logs": [_step_log(run, position) for position in range(len(run))],
+        "epoch_logs": _events(run, "epoch"),
+        "evaluation_logs": _events(run, "evaluation"),
+        "total_training_time": _total_s(run),
+    }
+
+
+def _step_log(run: Run, place: int) -> dict[str, Any]:
+    known = {key: column[place] for key, column in run.columns.items() if math.isfinite(column[place])}
+    return {"step": run.step[place], **known}
+
+
+def _events(run: Run, name: str) -> list[dict[str, Any]]:
+    return [{key: event[key] for key in event if key not in ("kind", "event")} for event in run.named(name)]
+
+
+def _total_s(run: Run) -> float:
+    """Time from each start to its last step; the time between a crash and the restart is not training."""
+    total_s, starts = 0.0, [header.started_at for header in run.headers]
+    for start, following in pairwise([*starts, math.inf]):
+        ends = [time for time in run.time if start <= time < following]
+        total_s += max(ends) - start if ends else 0.0
+    return total_s

@@ -234,7 +234,7 @@ def _ends(path: Path, descriptor: int, size: int) -> Run:
         if b"\n" not in head:
             head = os.pread(descriptor, MAX_LINE_BYTES + 1, 0)
         lines = head.splitlines(keepends=True)
-        first = [line for line in lines if line.endswith(b"\n") and b'"kind":"step"' not in line[:20]]
+        first = [line for line in lines if line.endswith(b"\n") and b'"step":' not in line[:30]]
         last = last.partition(b"\n")[2]
     whole = last.rpartition(b"\n")[0] + b"\n"
     return RunReader(path).read(BytesIO(b"".join(first) + whole))

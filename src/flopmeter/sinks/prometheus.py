@@ -61,7 +61,8 @@ class Sink:
         registry = self._client.CollectorRegistry()
         registry.register(self)
         settings = context.config.prometheus
-        port = settings.port + _local_rank(context.rank)
+        local_rank = os.environ.get("LOCAL_RANK", "")  # ranks of one machine need ports of their own
+        port = settings.port + (int(local_rank) if context.rank and local_rank.isdecimal() else context.rank)
         try:
             self._server, self._thread = self._client.start_http_server(port, settings.host, registry)
         except OSError as error:
@@ -89,8 +90,10 @@ class Sink:
             origin, gauge = gauges.setdefault(series.gauge, (series.origin, new))
             if origin == series.origin:
                 gauge.add_metric(list(labels.values()), value)
-            else:
-                self._refuse(key, origin)
+            elif key not in self._refused:
+                self._refused.add(key)
+                left_out = "prometheus: %r is left out, because %r has the same gauge; rename one of them"
+                logger.warning(left_out, key, origin)
         yield from (gauge for _, gauge in gauges.values())
 
     def close(self) -> None:
@@ -101,11 +104,6 @@ class Sink:
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
-
-    def _refuse(self, key: str, origin: str) -> None:
-        if key not in self._refused:
-            self._refused.add(key)
-            logger.warning("prometheus: %r is left out, because %r has the same gauge; rename one of them", key, origin)
 
 
 @cache
@@ -128,11 +126,3 @@ def _help(metric: Metric | None) -> str:
     if metric is None:
         return "Logged by the training script."
     return f"{metric.meaning} Unit: {metric.unit}." if metric.unit else metric.meaning
-
-
-def _local_rank(rank: int) -> int:
-    """Which rank of its machine this is, as the launcher says: ranks of one machine need ports of their own."""
-    if rank == 0:
-        return 0
-    text = os.environ.get("LOCAL_RANK", "")
-    return int(text) if text.isdecimal() else rank
