@@ -448,6 +448,8 @@ class Evidence:
         if not self.has_steps:
             how = "call profiler.step() in the loop, and record steps after warm-up"
             return "the recording is not cut into steps", how
+        if self._split.is_blind:
+            return "no pass of a model was seen", "call the model, not its forward(); or name it: watch(model)"
         if self.sampled and self.untold_s > 2 * self.seconds_or_zero("unexplained"):
             why = f"nothing ran, and launching {plural(round(self.num_ops), 'operator')} does not take that long"
             return why, "look at what the host does meanwhile: py-spy dump --pid PID, or a trace made with_stack=True"
