@@ -199,10 +199,11 @@ def side_passes(e: Evidence, rule: Rule) -> Finding | None:
 
 
 def exposed_communication(e: Evidence, rule: Rule) -> Finding | None:
-    """Communication that nothing hides."""
+    """Communication that nothing hides. Ranks that compete for cores wait for each other as long as each does for one."""
     if e.world_size <= 1:
         return None
-    exposed_s = e.seconds("exposed_communication")
+    is_starved = (e.cpu_share or 1.0) < STARVED and not e.is_gpu
+    exposed_s = max(e.seconds("exposed_communication") - (e.cpu_wait or 0.0) * e.wall_s * is_starved, 0.0)
     found = [f"{seconds(exposed_s / e.num_steps)} of every step, with {e.world_size} ranks"]
     if e.window.latest("straggler").get("cause") == "slow_network":
         found.append("all ranks compute at the same pace and wait alike: the network is slow, not a rank")
