@@ -199,7 +199,7 @@ def side_passes(e: Evidence, rule: Rule) -> Finding | None:
 
 
 def exposed_communication(e: Evidence, rule: Rule) -> Finding | None:
-    """Communication that nothing hides. Ranks that compete for cores wait for each other as long as each does for one."""
+    """Communication that nothing hides, less what ranks that compete for cores wait for each other."""
     if e.world_size <= 1:
         return None
     is_starved = (e.cpu_share or 1.0) < STARVED and not e.is_gpu
