@@ -38,9 +38,6 @@ MAX_SAVED = 0.95
 """No fix is promised to save more of the wall time than this: a gain of twenty times is past believing anyway."""
 LIKELY = 0.95
 """Of a loss that a fix can take away, a twentieth is taken to stay: no loader is always ahead."""
-BUSY_SHARE = 0.5
-"""From here on a loader computes rather than waits: the larger part of its time is CPU time. A worker that reads a slow
-disk stays below a fifth; one that computes shares its core with the training, and so stays below 1."""
 STARVED = 0.7
 """Below this share of the CPU time that it wants, the CPU time of a process's parts says little of what they do."""
 MUCH_MOVED = 0.22
@@ -62,7 +59,6 @@ MANY_READS = 10
 """Values read in a step from which on printing or bookkeeping may be what the loop's own code does."""
 MANY_STEPS = 50
 """The first step is sampled after ten ordinary ones: a run of so many that has none was told not to sample."""
-READ_CALLS = r"::item$|_local_scalar_dense|is_nonzero"
 MATMULS = ("ideal", "card_below_peak", "matmul_below_peak")
 """Parts that are the time of matmuls."""
 MOST = 0.5

@@ -22,13 +22,11 @@ from flopmeter.devices import find_device
 from flopmeter.devices.kernels import is_communication, is_matmul, short_name
 from flopmeter.devices.roof import throttling
 from flopmeter.diagnosis.evidence import (
-    BUSY_SHARE,
     LIGHT_OPTIMIZERS,
     LIKELY,
     MATMULS,
     MAX_COUNT,
     MUCH_MOVED,
-    READ_CALLS,
     STARVED,
     Evidence,
     Finding,
@@ -41,6 +39,11 @@ from flopmeter.text import clean, percent, rate, seconds, utilisation
 from flopmeter.waterfall import LABELS
 
 # Waiting for data, and for a core
+
+
+BUSY_SHARE = 0.5
+"""From here on a loader computes rather than waits: the larger part of its time is CPU time. A worker that reads a slow
+disk stays below a fifth; one that computes shares its core with the training, and so stays below 1."""
 
 
 def data_wait(e: Evidence, rule: Rule) -> Finding | None:
@@ -88,6 +91,7 @@ def own_code(e: Evidence, rule: Rule) -> Finding | None:
     return e.finding(rule, title, lost_s, found, saved=(0.1, 0.5, 1.0))
 
 
+READ_CALLS = r"::item$|_local_scalar_dense|is_nonzero"
 READ_S = 1e-4
 """What reading a value takes on a CPU at most: a call that takes longer was interrupted."""
 

@@ -258,11 +258,8 @@ class Split:
 
     def _roles(self, name: str) -> Part | None:
         """What the loop did besides training: in every step, and by role."""
-        roles = {
-            role: role_s
-            for role, role_s in self.window.roles_s.items()
-            if (role in GENERATION) is (name == "generation")
-        }
+        named = self.window.roles_s.items()
+        roles = {role: role_s for role, role_s in named if (role in GENERATION) is (name == "generation")}
         how = "device time between marks, mean of the steps that have it"
         part = self._marked_on_device(name, how) or self._of_every_step(name)
         if not roles:
@@ -360,9 +357,8 @@ class Split:
             how = "device time between the update and the next step"
             marked, idle_s = self._marked_on_device("other", how), self.sampled.own_idle_s if self.sampled else 0.0
             return marked or (self._part(len(self.window) * idle_s, 0.0, f"{how}, unmarked") if idle_s else None)
-        parts = [
-            self._total(amount, "host time of every step, outside the other phases") for amount in self._loop_amounts()
-        ]
+        how = "host time of every step, outside the other phases"
+        parts = [self._total(amount, how) for amount in self._loop_amounts()]
         if not parts:
             return None
         elsewhere_s = self.window.gc_s + (len(self.window) * self.sampled.own_operators_s if self.sampled else 0.0)
