@@ -1191,7 +1191,7 @@ RECIPES: tuple[Recipe, ...] = (
         name="examples_forward_forward",
         truth="matrix products 76 % of a step, other operators 22 %",
         right=frozenset({"healthy", "memory_bound"}),
-        kind="CNN", repository="examples", script="main.py", folder="mnist_forward_forward", chosen="after",
+        kind="CNN", repository="examples", script="main.py", folder="mnist_forward_forward",
         data=digits("mnist_forward_forward/data", 1000, 100),
         arguments=("--epochs", "60", "--no_accel", "--train_size", "500", "--test_size", "100"),
         edits=(seeded("mnist_forward_forward/main.py"),),

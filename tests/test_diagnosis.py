@@ -191,6 +191,15 @@ def test_most_untold_time_leads_even_beside_a_finding(tmp_path: Path) -> None:
     assert [finding.rule for finding in result.findings] == ["undetermined", "data_stall"]
 
 
+def test_a_loop_whose_passes_were_not_seen_is_not_told_that_its_own_code_takes_the_time(tmp_path: Path) -> None:
+    # Steps of 0 + 0 + 300 + 5 + 1 ms: layers that are called by their forward() show no pass.
+    plan = HEALTHY.but(ideal_s=None, matmul_s=0.0, non_matmul_s=0.0, gap_s=0.0, other_s=0.300, num_profiles=0)
+    found = diagnose(plan.run(tmp_path)).findings[0]
+    assert found.rule == "undetermined"
+    assert found.title == "where the time went is undetermined: no pass of a model was seen"
+    assert found.advice[0] == "call the model, not its forward(); or name it: watch(model)"
+
+
 def test_a_third_of_what_is_untold_leads_and_the_untold_is_told_before_it(tmp_path: Path) -> None:
     # Steps of 1000: 260 waiting for data, and 685 that no step was sampled to explain.
     plan = HEALTHY.but(num_profiles=0, matmul_s=0.711, data_wait_s=0.260)

@@ -169,6 +169,15 @@ class TestRanks:
         assert look("exposed_communication", tmp_path, PLAN) is None
         assert look("straggler", tmp_path, PLAN) is None
 
+    def test_ranks_kept_from_their_cores_wait_for_each_other_and_not_for_the_network(self, tmp_path: Path) -> None:
+        finding = find("exposed_communication", tmp_path, self.parallel)
+        metrics = {"resource/process_cpu_cores": 0.1, "resource/cpu_wait_share": 0.1}
+        starved = self.parallel.but(events=(event("resources", START_S + 2, metrics=metrics),))
+        # It gets a tenth of a core and waits for another: half of what it wants, for a tenth of the time.
+        assert find("exposed_communication", tmp_path, starved).lost == pytest.approx(finding.lost - 0.1)
+        gpu = starved.but(device="cuda")
+        assert find("exposed_communication", tmp_path, gpu).lost == pytest.approx(finding.lost)
+
     def test_communication_that_was_not_measured_is_not_checked(self, tmp_path: Path) -> None:
         plan = PLAN.but(header={"world_size": 2}, num_profiles=0)
         assert "not measured" in why_not("exposed_communication", tmp_path, plan)

@@ -85,11 +85,10 @@ def diagnose(run: Run, start: int | None = None, stop: int | None = None) -> Dia
         if symptom in found and (finding.lost >= found[symptom].lost or not _is_small(finding))
     }
     findings = sorted((found[name] for name in found if name not in explained), key=_weight, reverse=True)
-    mfu = evidence.waterfall.mfu
     return Diagnosis(
         headline=_headline(findings, evidence, len(not_checked)),
-        standing="unknown" if mfu is None else next(word for least, word in STANDINGS if mfu > least or not least),
-        mfu=mfu,
+        standing=standing(evidence.waterfall.mfu),
+        mfu=evidence.waterfall.mfu,
         waterfall=evidence.waterfall,
         findings=tuple(findings),
         symptoms=tuple(found[name] for name in found if name in explained),
@@ -106,6 +105,11 @@ def explain(name: str) -> str:
     if name in RULES:
         return explanations()[name]
     raise ConfigError(f"there is no rule {name!r}: {did_you_mean(name, RULES)}")
+
+
+def standing(mfu: float | None) -> Standing:
+    """Where a run with this MFU stands."""
+    return next((word for least, word in STANDINGS if mfu is not None and (mfu > least or not least)), "unknown")
 
 
 def _is_open(found: Iterable[Finding], evidence: Evidence) -> bool:
@@ -132,8 +136,7 @@ def _headline(findings: Sequence[Finding], evidence: Evidence, num_blind: int) -
     fall = evidence.waterfall
     start = "MFU is unknown"
     if fall.mfu is not None:
-        standing = next(word for least, word in STANDINGS if fall.mfu > least or not least)
-        start = f"MFU over the wall time is {utilisation(fall.mfu)}, {standing}"
+        start = f"MFU over the wall time is {utilisation(fall.mfu)}, {standing(fall.mfu)}"
     if not findings:
         return f"{start}; nothing could be judged: {fall.note or 'no rule could be checked'}."
     circumstances = [finding for finding in findings if RULES[finding.rule].is_circumstance]
@@ -180,9 +183,8 @@ def _with_gain(finding: Finding) -> str:
     if finding.gain is None or not finding.gain.expected:
         return finding.title
     gain = finding.gain.expected
-    return f"{finding.title}; without that it would run about " + (
-        f"{percent(gain)} faster" if gain <= 1 else f"{1 + gain:.1f} times as fast"
-    )
+    faster = f"{percent(gain)} faster" if gain <= 1 else f"{1 + gain:.1f} times as fast"
+    return f"{finding.title}; without that it would run about {faster}"
 
 
 def _sentence(part: Part, evidence: Evidence) -> str:

@@ -38,9 +38,6 @@ MAX_SAVED = 0.95
 """No fix is promised to save more of the wall time than this: a gain of twenty times is past believing anyway."""
 LIKELY = 0.95
 """Of a loss that a fix can take away, a twentieth is taken to stay: no loader is always ahead."""
-BUSY_SHARE = 0.5
-"""From here on a loader computes rather than waits: the larger part of its time is CPU time. A worker that reads a slow
-disk stays below a fifth; one that computes shares its core with the training, and so stays below 1."""
 STARVED = 0.7
 """Below this share of the CPU time that it wants, the CPU time of a process's parts says little of what they do."""
 MUCH_MOVED = 0.22
@@ -62,7 +59,6 @@ MANY_READS = 10
 """Values read in a step from which on printing or bookkeeping may be what the loop's own code does."""
 MANY_STEPS = 50
 """The first step is sampled after ten ordinary ones: a run of so many that has none was told not to sample."""
-READ_CALLS = r"::item$|_local_scalar_dense|is_nonzero"
 MATMULS = ("ideal", "card_below_peak", "matmul_below_peak")
 """Parts that are the time of matmuls."""
 MOST = 0.5
@@ -165,6 +161,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         counts = ("num_optimizer_ops", "num_parameter_tensors", "num_recompiles", "num_shapes")
         seen = mapping(event.get("eager_attention"))
         odd = [item for item in _items(event.get("odd_sizes"))[:10] if isinstance(item, dict)]
+        modules = tuple(str(name)[:60] for name in _items(seen.get("modules"))[:3])
         fields = (("module", 60), ("dimension", 20), ("size", 20))
         return cls(
             is_known=bool(event),
@@ -176,13 +173,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
             optimizer=str(event.get("optimizer") or "")[:20],
             wrapper=str(event.get("wrapper") or "")[:60],
             is_compiled=event.get("is_compiled") is True,
-            attention=(
-                str(seen.get("calls"))[:20],
-                str(seen.get("length"))[:20],
-                tuple(str(name)[:60] for name in _items(seen.get("modules"))[:3]),
-            )
-            if seen
-            else None,
+            attention=(str(seen.get("calls"))[:20], str(seen.get("length"))[:20], modules) if seen else None,
             **{key: math.fsum(known([event.get(key)], MAX_COUNT)) for key in counts},
         )
 
@@ -433,10 +424,8 @@ class Evidence:
     def flop_shares(self) -> dict[str, float]:
         """Shares of the matmul FLOPs by dtype; empty when unknown."""
         flop: dict[str, float] = {}
-        counted = self.facts.matmul_dtypes or _amounts(
-            self.window.latest("count").get("by_dtype"), MAX_COUNT * MAX_COUNT
-        )
-        for dtype, amount in counted.items():
+        by_dtype = self.window.latest("count").get("by_dtype")
+        for dtype, amount in (self.facts.matmul_dtypes or _amounts(by_dtype, MAX_COUNT * MAX_COUNT)).items():
             name = dtype_name(dtype)
             flop[name] = flop.get(name, 0.0) + amount
         return {name: amount / math.fsum(flop.values()) for name, amount in flop.items()}
@@ -453,10 +442,10 @@ class Evidence:
             why = "the thread was kept from its core in the sampled steps, which leaves what they show to chance"
             return why, "record on a quiet machine, or for longer"
         if not self.has_steps:
-            return (
-                "the recording is not cut into steps",
-                "call profiler.step() in the loop, and record steps after warm-up",
-            )
+            how = "call profiler.step() in the loop, and record steps after warm-up"
+            return "the recording is not cut into steps", how
+        if self._split.is_blind:
+            return "no pass of a model was seen", "call the model, not its forward(); or name it: watch(model)"
         if self.sampled and self.untold_s > 2 * self.seconds_or_zero("unexplained"):
             why = f"nothing ran, and launching {plural(round(self.num_ops), 'operator')} does not take that long"
             return why, "look at what the host does meanwhile: py-spy dump --pid PID, or a trace made with_stack=True"
@@ -507,12 +496,8 @@ class Evidence:
             condition, colon, text = line.partition(": ")
             if holds.get(condition.lower(), True):
                 text = text if colon and condition.lower() in holds else line
-                text = (
-                    text.replace("{update}", update)
-                    .replace("{room}", self._room())
-                    .replace("{reason}", ": ".join(self.why_untold))
-                )
-                yield text.replace("{how}", self.why_untold[1])
+                reason, how = ": ".join(self.why_untold), self.why_untold[1]
+                yield text.format(update=update, room=self._room(), reason=reason, how=how)
 
     def _room(self) -> str:
         """By how much the memory lets the batch grow, in words; empty where that was not sampled."""
@@ -520,9 +505,8 @@ class Evidence:
         if memory is None or memory.growth is None or memory.headroom_bytes is None:
             return ""
         room, peak = amount_of(max(memory.headroom_bytes, 0.0), "B"), amount_of(memory.peak_bytes, "B")
-        return (
-            f" (at the peak {peak} are in use and {room} free: room for at least {memory.growth:.1f} times the batch)"
-        )
+        in_use = f"at the peak {peak} are in use and {room} free"
+        return f" ({in_use}: room for at least {memory.growth:.1f} times the batch)"
 
     def pause_s(self, pattern: str) -> float:
         """Seconds of the pauses whose name matches."""

@@ -22,13 +22,11 @@ from flopmeter.devices import find_device
 from flopmeter.devices.kernels import is_communication, is_matmul, short_name
 from flopmeter.devices.roof import throttling
 from flopmeter.diagnosis.evidence import (
-    BUSY_SHARE,
     LIGHT_OPTIMIZERS,
     LIKELY,
     MATMULS,
     MAX_COUNT,
     MUCH_MOVED,
-    READ_CALLS,
     STARVED,
     Evidence,
     Finding,
@@ -41,6 +39,11 @@ from flopmeter.text import clean, percent, rate, seconds, utilisation
 from flopmeter.waterfall import LABELS
 
 # Waiting for data, and for a core
+
+
+BUSY_SHARE = 0.5
+"""From here on a loader computes rather than waits: the larger part of its time is CPU time. A worker that reads a slow
+disk stays below a fifth; one that computes shares its core with the training, and so stays below 1."""
 
 
 def data_wait(e: Evidence, rule: Rule) -> Finding | None:
@@ -79,21 +82,16 @@ def own_code(e: Evidence, rule: Rule) -> Finding | None:
     reads = _reads(e) if e.has_many_reads else ""
     frames = e.window.latest("frames").get("top")
     rows = [row for row in frames[:4] if isinstance(row, list) and len(row) > 1] if isinstance(frames, list) else []
-    longest = ", ".join(
-        f"{clean(row[0], 80)} {percent(share)}" for row in rows if (share := number_or_nan(row[1])) <= 1
-    )
+    shares = [(clean(row[0], 80), number_or_nan(row[1])) for row in rows]
+    longest = ", ".join(f"{place} {percent(share)}" for place, share in shares if share <= 1)
     found = [f"{seconds(lost_s / e.num_steps)} of every step lie outside data, forward, backward and update"]
     found += [f"in it {reads}"] if reads else []
     found += [f"most of it in: {longest}"] if longest else []
-    return e.finding(
-        rule,
-        "the loop's own code takes {} of the time, outside data, forward, backward and update",
-        lost_s,
-        found,
-        saved=(0.1, 0.5, 1.0),
-    )
+    title = "the loop's own code takes {} of the time, outside data, forward, backward and update"
+    return e.finding(rule, title, lost_s, found, saved=(0.1, 0.5, 1.0))
 
 
+READ_CALLS = r"::item$|_local_scalar_dense|is_nonzero"
 READ_S = 1e-4
 """What reading a value takes on a CPU at most: a call that takes longer was interrupted."""
 
@@ -106,21 +104,12 @@ def host_sync(e: Evidence, rule: Rule) -> Finding | None:
     if e.sampled is None:
         raise NotCheckedError("values are read by the host, but no step was sampled to tell what that costs")
     calls_s = 0.0 if e.is_gpu else min(e.top_s(READ_CALLS), sum(e.host_syncs.values()) * READ_S) * e.num_steps
-    cost = f"the gaps behind them took {e.percent(e.sync_gap_s)} of the time"
-    if not e.is_gpu:
-        cost = f"the calls took {e.percent(calls_s)} of the time"
-    all_s = max(e.seconds_or_zero("launch_gaps"), 0.0) if e.is_gpu else calls_s
     lost_s = calls_s + e.sync_gap_s
-    return e.finding(
-        rule,
-        "the loop reads values "
-        + ("from the device " if e.is_gpu else "")
-        + _times(e)
-        + ", which costs {} of the time",
-        lost_s,
-        (_reads(e), cost),
-        saved=(0.5, LIKELY, max(all_s / lost_s, 1.0) if lost_s else 1.0),
-    )
+    cost = f"{'the gaps behind them' if e.is_gpu else 'the calls'} took {e.percent(lost_s)} of the time"
+    all_s = max(e.seconds_or_zero("launch_gaps"), 0.0) if e.is_gpu else calls_s
+    title = f"the loop reads values {'from the device ' * e.is_gpu}{_times(e)}, which costs {{}} of the time"
+    saved = (0.5, LIKELY, max(all_s / lost_s, 1.0) if lost_s else 1.0)
+    return e.finding(rule, title, lost_s, (_reads(e), cost), saved=saved)
 
 
 def _times(e: Evidence) -> str:
@@ -152,13 +141,8 @@ def kernel_launch(e: Evidence, rule: Rule) -> Finding | None:
     told = [verdict for verdict in verdicts if verdict.get("bound") in ("host", "device")]
     if told and told[-1].get("bound") == "host":
         found.append(clean(told[-1].get("reason")))
-    return e.finding(
-        rule,
-        "each step does too little work: {} of the time is the fixed cost of a step",
-        gap_s + _starting_s(e) + update_s,
-        found,
-        saved=(0.5, 15 / 16, 1.0),
-    )
+    title = "each step does too little work: {} of the time is the fixed cost of a step"
+    return e.finding(rule, title, gap_s + _starting_s(e) + update_s, found, saved=(0.5, 15 / 16, 1.0))
 
 
 def _starting_s(e: Evidence) -> float:
@@ -183,12 +167,8 @@ def gc_pause(e: Evidence, rule: Rule) -> Finding | None:
     num = math.fsum(known((event.get("num") for event in events), MAX_COUNT))
     longest_s = max(known(event.get("longest_s") for event in events), default=math.nan)
     longest = "" if math.isnan(longest_s) else f", the longest of {seconds(longest_s)}"
-    return e.finding(
-        rule,
-        "Python's garbage collector takes {} of the time",
-        e.window.gc_s,
-        (f"{num:.0f} collections in {seconds(e.window.gc_s)}{longest}, in {e.num_steps} steps",),
-    )
+    found = (f"{num:.0f} collections in {seconds(e.window.gc_s)}{longest}, in {e.num_steps} steps",)
+    return e.finding(rule, "Python's garbage collector takes {} of the time", e.window.gc_s, found)
 
 
 PAUSES = {
@@ -213,24 +193,21 @@ def side_passes(e: Evidence, rule: Rule) -> Finding | None:
     """Passes without gradients that are no evaluation, and generation."""
     lost_s = e.seconds_or_zero("no_grad", "generation")
     named = [f"{LABELS[part].lower()}: {e.percent(e.seconds(part))}" for part in rule.parts if e.seconds_or_zero(part)]
-    is_generation = e.seconds_or_zero("generation") > 0.9 * lost_s
-    return e.finding(
-        rule,
-        "generation takes {} of the time" if is_generation else "passes without gradients take {} of the time",
-        lost_s,
-        [f"{each} of the time" for each in named],
-        saved=(0.0, 0.5, 0.9),
-    )
+    title = "passes without gradients take {} of the time"
+    if e.seconds_or_zero("generation") > 0.9 * lost_s:
+        title = "generation takes {} of the time"
+    return e.finding(rule, title, lost_s, [f"{each} of the time" for each in named], saved=(0.0, 0.5, 0.9))
 
 
 # Ranks
 
 
 def exposed_communication(e: Evidence, rule: Rule) -> Finding | None:
-    """Communication that nothing hides."""
+    """Communication that nothing hides, less what ranks that compete for cores wait for each other."""
     if e.world_size <= 1:
         return None
-    exposed_s = e.seconds("exposed_communication")
+    is_starved = (e.cpu_share or 1.0) < STARVED and not e.is_gpu
+    exposed_s = max(e.seconds("exposed_communication") - (e.cpu_wait or 0.0) * e.wall_s * is_starved, 0.0)
     found = [f"{seconds(exposed_s / e.num_steps)} of every step, with {e.world_size} ranks"]
     if e.window.latest("straggler").get("cause") == "slow_network":
         found.append("all ranks compute at the same pace and wait alike: the network is slow, not a rank")
@@ -265,16 +242,9 @@ def straggler(e: Evidence, rule: Rule) -> Finding | None:
     lost_s = extra_s * num_steps
     if not lost_s / e.wall_s >= (rule.threshold if named else UNNAMED_SHARE):
         return None
-    return e.finding(
-        rule,
-        f"rank {rank} holds up all others for {seconds(extra_s)} a step",
-        lost_s,
-        (
-            f"its own time exceeds the others' by {seconds(extra_s)} a step, in {phase}",
-            where,
-            f"that is {e.percent(lost_s)} of the time of {e.world_size} ranks",
-        ),
-    )
+    found = [f"its own time exceeds the others' by {seconds(extra_s)} a step, in {phase}", where]
+    found.append(f"that is {e.percent(lost_s)} of the time of {e.world_size} ranks")
+    return e.finding(rule, f"rank {rank} holds up all others for {seconds(extra_s)} a step", lost_s, found)
 
 
 def _pointed_to(events: Sequence[Mapping[str, Any]]) -> tuple[str, float, str, str] | None:
@@ -312,17 +282,13 @@ def memory_bound(e: Evidence, rule: Rule) -> Finding | None:
     """A high share of operators other than matmuls, of which no more is claimed than is sure."""
     if e.share("non_matmul") < MUCH_MOVED:
         return None
-    moving_s, is_compiled = e.least_s("non_matmul"), e.facts.is_compiled
+    moving_s = e.least_s("non_matmul")
     rows = e.sampled.top if e.sampled else ()
     own = [row for row in rows if not (is_matmul(row[0]) or is_communication(row[0]) or _OTHERS.search(row[0]))]
     longest = ", ".join(f"{short_name(name)[:60]} {seconds(own_s)}" for name, own_s, _ in own[:4])
-    return e.finding(
-        rule,
-        "operators other than matmuls take {} of the time",
-        moving_s,
-        (f"the longest of them in a step: {longest or 'not recorded'}",),
-        saved=None if is_compiled else (0.1, 1 / 3, 2 / 3),
-    )
+    found = (f"the longest of them in a step: {longest or 'not recorded'}",)
+    saved = None if e.facts.is_compiled else (0.1, 1 / 3, 2 / 3)
+    return e.finding(rule, "operators other than matmuls take {} of the time", moving_s, found, saved=saved)
 
 
 SURELY_MOVED = 0.15
@@ -357,11 +323,8 @@ def eager_attention(e: Evidence, rule: Rule) -> Finding | None:
         return e.finding(rule, title, None, found, saved=None)
     if not saved_s:
         return None
-    found.append(
-        f"scores {e.percent(saved_s)}"
-        + ("" if e.is_gpu else f", their matmuls {e.percent(products_s)}")
-        + " of the time"
-    )
+    products = "" if e.is_gpu else f", their matmuls {e.percent(products_s)}"
+    found.append(f"scores {e.percent(saved_s)}{products} of the time")
     saved = (scores_s / 2 / saved_s, 1.0, 1 + products_s / 2 / saved_s)
     return e.finding(rule, f"{title}, which costs {{}} of the time", saved_s, found, saved=saved)
 
@@ -437,15 +400,9 @@ def recompute(e: Evidence, rule: Rule) -> Finding | None:
     if memory is not None and memory >= FULL_MEMORY:
         return None
     room = "how full the memory is was not recorded: try whether the run fits without"
-    return e.finding(
-        rule,
-        "{} of the time goes into computing activations a second time",
-        again_s,
-        (
-            f"{seconds(again_s / e.num_steps)} of every step are recomputation in the backward pass",
-            room if memory is None else f"the GPU's memory is {percent(memory)} full",
-        ),
-    )
+    found = [f"{seconds(again_s / e.num_steps)} of every step are recomputation in the backward pass"]
+    found.append(room if memory is None else f"the GPU's memory is {percent(memory)} full")
+    return e.finding(rule, "{} of the time goes into computing activations a second time", again_s, found)
 
 
 MANY_OPS = 4.0
@@ -471,16 +428,10 @@ def optimizer_heavy(e: Evidence, rule: Rule) -> Finding | None:
             return None
     left = min(FUSED_LENGTHS / (LOOP_LENGTHS * (per_tensor or USUAL_OPS)), 0.5)
     counted = f": {num_ops:.0f} operators for {num_tensors:.0f} tensors" if per_tensor else ""
-    return e.finding(
-        rule,
-        f"the update of the weights is a loop over tensors and takes {percent(share)} of the time",
-        update_s * (1 - left),
-        (
-            f"{seconds(update_s / e.num_steps)} of every step are the optimizer's",
-            f"its update goes tensor by tensor{counted}",
-        ),
-        saved=(0.5 / (1 - left), 1.0, 1 / (1 - left)),
-    )
+    title = f"the update of the weights is a loop over tensors and takes {percent(share)} of the time"
+    found = [f"{seconds(update_s / e.num_steps)} of every step are the optimizer's"]
+    found.append(f"its update goes tensor by tensor{counted}")
+    return e.finding(rule, title, update_s * (1 - left), found, saved=(0.5 / (1 - left), 1.0, 1 / (1 - left)))
 
 
 MIN_ODD = 0.02
@@ -508,14 +459,10 @@ def ragged_shapes(e: Evidence, rule: Rule) -> Finding | None:
     if facts.num_recompiles:
         shapes = f", for {facts.num_shapes:.0f} shapes" if facts.num_shapes else ""
         found.append(f"compiled again {facts.num_recompiles:.0f} times{shapes}")
-    return e.finding(
-        rule,
-        ("sizes that are no multiple of 8" if odd_s else "shapes that keep changing")
-        + (" cost {} of the time" if lost_s else " cost time"),
-        lost_s,
-        found,
-        saved=(0.0, 1.0, (odd_s + compiled_s) / lost_s) if lost_s else None,
-    )
+    title = "sizes that are no multiple of 8" if odd_s else "shapes that keep changing"
+    title += " cost {} of the time" if lost_s else " cost time"
+    saved = (0.0, 1.0, (odd_s + compiled_s) / lost_s) if lost_s else None
+    return e.finding(rule, title, lost_s, found, saved=saved)
 
 
 # The device and the run
@@ -524,13 +471,9 @@ def ragged_shapes(e: Evidence, rule: Rule) -> Finding | None:
 def queued_idle(e: Evidence, rule: Rule) -> Finding | None:
     """A device that idles although work is queued."""
     idle_s = e.seconds_or_zero("queued_idle")
-    return e.finding(
-        rule,
-        "the device stands idle for {} of the time with work in its queue",
-        idle_s,
-        (f"{seconds(idle_s / e.num_steps)} of every step pass between two kernels that were both launched",),
-        saved=None,
-    )
+    found = (f"{seconds(idle_s / e.num_steps)} of every step pass between two kernels that were both launched",)
+    title = "the device stands idle for {} of the time with work in its queue"
+    return e.finding(rule, title, idle_s, found, saved=None)
 
 
 MIN_FALL = 0.07
@@ -566,16 +509,11 @@ def slow_sag(e: Evidence, rule: Rule) -> Finding | None:
     if fall < MIN_FALL or first - last < MIN_SIGMAS * spread or not last <= middle <= first:
         return None
     slow_s = math.fsum(max(1 - value / first, 0.0) for value in speed) / len(speed) * e.wall_s
-    return e.finding(
-        rule,
-        f"computing has become {percent(fall)} slower since the run began",
-        slow_s,
-        (
-            f"MFU while computing: {utilisation(first)} in the first fifth, {utilisation(middle)} in the middle, "
-            f"{utilisation(last)} in the last",
-            *(f"the monitor saw it fall at step {str(event.get('since_step'))[:20]}" for event in regimes[-3:]),
-        ),
-    )
+    places = ("the first fifth", "the middle", "the last")
+    speeds = [f"{utilisation(value)} in {place}" for value, place in zip((first, middle, last), places, strict=True)]
+    found = [f"MFU while computing: {', '.join(speeds)}"]
+    found += [f"the monitor saw it fall at step {str(event.get('since_step'))[:20]}" for event in regimes[-3:]]
+    return e.finding(rule, f"computing has become {percent(fall)} slower since the run began", slow_s, found)
 
 
 MIN_CLOCKS = 6

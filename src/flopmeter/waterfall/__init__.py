@@ -189,6 +189,12 @@ class Split:
         named = headers[-1].device.split(":")[0] if headers else ""
         return named not in ("", "cpu") or bool(self.sampled and self.sampled.device == "cuda")
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether no pass of a model was seen, whose time cannot be told from the loop's own then."""
+        passes = self.window.amount("perf/forward_share", "perf/backward_share")
+        return passes is not None and not passes.mean_s
+
     def _part(self, of_seconds: float, uncertainty_s: float, how: str) -> Part:
         share = of_seconds / self.wall_s
         return Part(name="", label="", seconds=of_seconds, share=share, how=how, uncertainty_s=uncertainty_s)
@@ -252,11 +258,8 @@ class Split:
 
     def _roles(self, name: str) -> Part | None:
         """What the loop did besides training: in every step, and by role."""
-        roles = {
-            role: role_s
-            for role, role_s in self.window.roles_s.items()
-            if (role in GENERATION) is (name == "generation")
-        }
+        named = self.window.roles_s.items()
+        roles = {role: role_s for role, role_s in named if (role in GENERATION) is (name == "generation")}
         how = "device time between marks, mean of the steps that have it"
         part = self._marked_on_device(name, how) or self._of_every_step(name)
         if not roles:
@@ -348,13 +351,14 @@ class Split:
 
     def _own_code(self) -> Part | None:
         """What the clock of every step tells, without collections of garbage and what a sampled step saw of it."""
+        if self.is_blind:
+            return None
         if self.is_gpu:  # a host that blocks there waits for the device to do its work
             how = "device time between the update and the next step"
             marked, idle_s = self._marked_on_device("other", how), self.sampled.own_idle_s if self.sampled else 0.0
             return marked or (self._part(len(self.window) * idle_s, 0.0, f"{how}, unmarked") if idle_s else None)
-        parts = [
-            self._total(amount, "host time of every step, outside the other phases") for amount in self._loop_amounts()
-        ]
+        how = "host time of every step, outside the other phases"
+        parts = [self._total(amount, how) for amount in self._loop_amounts()]
         if not parts:
             return None
         elsewhere_s = self.window.gc_s + (len(self.window) * self.sampled.own_operators_s if self.sampled else 0.0)

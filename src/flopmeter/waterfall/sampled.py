@@ -99,17 +99,11 @@ def reduce_profiles(
         if _waited_s(least) < waited_s * num_profiles / 2:
             usable, waited_s = [least], _waited_s(least)
     middle = fmean if are_all else median
-    profiles = [_seconds(event) for event in usable]
-    surpluses_s = [_surplus_s(event, ordinary) for event in usable]
-    corrected = [
-        _correct(profile, surplus_s, None if event.get("device") == "cuda" else _recording_s(event, ordinary))
-        for profile, surplus_s, event in zip(profiles, surpluses_s, usable, strict=True)
-    ]
+    profiles, corrected = [_seconds(event) for event in usable], [_correct(event, ordinary) for event in usable]
     keys = [key for key in (*INSIDE, *BESIDE) if any(key in profile for profile in profiles)]
     is_gpu, own_s = usable[-1].get("device") == "cuda", 0.0
-    inside_s = middle(
-        [math.fsum(profile.get(key, 0.0) for key in INSIDE) for profile in (profiles if is_gpu else corrected)]
-    )
+    spent = profiles if is_gpu else corrected
+    inside_s = middle([math.fsum(profile.get(key, 0.0) for key in INSIDE) for profile in spent])
     if ordinary is not None and not is_gpu:
         own_s = min(max(inside_s - ordinary.compute_s, 0.0), ordinary.loop_s)
     taken_off = {
@@ -169,21 +163,14 @@ def _surplus_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
     return max(least_s if math.isnan(longer_s) else min(max(longer_s, least_s), most_s), 0.0)
 
 
-def _recording_s(event: Mapping[str, Any], ordinary: Ordinary | None) -> float:
-    num_ops = math.fsum(known([event.get("num_ops")], MAX_OPS))
-    return RECORDING_S * max(num_ops - (ordinary.num_optimizer_ops if ordinary else 0.0), 0.0)
-
-
-def _correct(profile: Mapping[str, float], surplus_s: float, recording_s: float | None) -> dict[str, float]:
-    """Take the surplus off.
-
-    Args:
-        recording_s: What recording cost between the operators; None on a GPU, where the gaps hold all of the surplus.
-    """
+def _correct(event: Mapping[str, Any], ordinary: Ordinary | None) -> dict[str, float]:
+    """Take the surplus off. On a GPU the gaps hold all of it."""
+    profile, surplus_s = _seconds(event), _surplus_s(event, ordinary)
     gap_s = profile.get("gap_s", 0.0)
-    if recording_s is None:
-        return {**profile, "gap_s": max(gap_s - surplus_s, 0.0)} if "gap_s" in profile else dict(profile)
-    from_gap_s = min(recording_s, surplus_s, gap_s) if surplus_s > 0 else 0.0
+    if event.get("device") == "cuda":
+        return {**profile, "gap_s": max(gap_s - surplus_s, 0.0)} if "gap_s" in profile else profile
+    num_ops = math.fsum(known([event.get("num_ops")], MAX_OPS)) - (ordinary.num_optimizer_ops if ordinary else 0.0)
+    from_gap_s = min(RECORDING_S * max(num_ops, 0.0), surplus_s, gap_s) if surplus_s > 0 else 0.0
     inside_s = math.fsum(profile.get(key, 0.0) for key in INSIDE) - from_gap_s
     kept = 1 - (surplus_s - from_gap_s) / inside_s if inside_s > 0 else 1.0
     without = {**profile, "gap_s": gap_s - from_gap_s} if "gap_s" in profile else profile
