@@ -34,6 +34,7 @@ from flopmeter.errors import RecordError
 from flopmeter.goodput import Goodput, goodput
 from flopmeter.metrics import certainty, flop_per_s
 from flopmeter.record import Run
+from flopmeter.record.reader import MIN_COVERAGE
 from flopmeter.report._elsewhere import OtherName, elsewhere
 from flopmeter.report._modules import Module, modules_of
 from flopmeter.schema import PHASES, RUN_FILE
@@ -52,7 +53,7 @@ MAX_MARKS = 300
 MAX_ROWS = 20
 """Operators, kernels and dtypes."""
 MAX_DATASETS = MAX_STRAGGLERS = 100
-MAX_SENTENCES = 40
+MAX_SENTENCES, MAX_REMARKS = 40, 160
 MAX_SENTENCE = 600
 MAX_RANKS, MAX_RANK_COLUMNS, MAX_CELLS = 1024, 200, 40_000
 
@@ -88,7 +89,7 @@ class Number(Struct, frozen=True, kw_only=True):
     certainty: str | None
     """How sure it is: it stands wherever the MFU is shown."""
     standing: str
-    """good, fair, low, very low or unknown."""
+    """good, fair, low, very low, impossible or unknown."""
     goodput: float | None
     goodput_note: str
     end_to_end: float | None
@@ -263,6 +264,11 @@ class Method(Struct, frozen=True, kw_only=True):
     remarks: list[str]
     """What the record itself says against its numbers."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether too few of the FLOPs are known for what is said of their sum."""
+        return self.coverage is not None and self.coverage < MIN_COVERAGE
+
 
 class Report(Struct, frozen=True, kw_only=True):
     """All that is shown of a run."""
@@ -385,11 +391,12 @@ def _number(run: Run, steady: Sequence[range], spent: Goodput) -> Number:
     names = ("mfu", "hfu", "mfu_processed", "tokens_per_second", "samples_per_second", "overhead_share")
     means = run.sum_up(steady, ["perf/step_time", *(f"perf/{name}" for name in names)])
     mfu, share = number(means.get("perf/mfu")), number(spent.share)
+    standing = next((name for least, name in STANDINGS if mfu is not None and (mfu > least or not least)), "unknown")
     others, why_not = elsewhere(run, mfu)
     return Number(
         **{name: number(means.get(f"perf/{name}")) for name in names},
         certainty=certainty(means),
-        standing=next((name for least, name in STANDINGS if mfu is not None and (mfu > least or not least)), "unknown"),
+        standing="impossible" if max(mfu or 0.0, number(means.get("perf/hfu")) or 0.0) > 1 else standing,
         goodput=share,
         goodput_note=clean(spent.note),
         end_to_end=None if mfu is None or share is None else mfu * share,
@@ -567,13 +574,15 @@ def _operators(run: Run) -> Operators | None:
         spent_s, num_calls = number(spent), number(calls)
         if isinstance(name, str) and spent_s is not None and num_calls is not None and min(spent_s, num_calls) >= 0:
             rows.append(row(short_name(name) if is_device else name, spent_s, num_calls, flop.get(name)))
-    matmul_s = number(event.get("matmul_s"))
+    matmul_s, model_flop = number(event.get("matmul_s")), number(count.get("model_flop"))
+    if (coverage := number(count.get("coverage"))) is not None and coverage < MIN_COVERAGE:
+        model_flop = None  # of a part of the matmuls: over the time of all it is no speed
     return Operators(
         is_device=is_device,
         after_step=_step(event.get("after_step")),
         step_s=step_s,
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
-        matmuls=row("All matmuls", matmul_s, None, number(count.get("model_flop"))) if matmul_s else None,
+        matmuls=row("All matmuls", matmul_s, None, model_flop) if matmul_s else None,
     )
 
 
@@ -717,8 +726,9 @@ def _method(run: Run, mfu: float | None) -> Method:
     errors = [error for event in run.events[first + 1 :] if (error := number(event.get("flop_error"))) is not None]
     uncounted = ", ".join(clean(name, 80) for name in list(mapping(count.get("uncounted")))[:MAX_SENTENCES])
     warnings = [event.get("message") for event in run.named("warning")]
-    remarks = [*dict.fromkeys(text for text in warnings if isinstance(text, str)), *_list(count.get("left_out"))]
+    remarks = [*warnings, *_list(count.get("left_out"))]
     remarks += [*([f"not counted: {uncounted}"] if uncounted else []), *run.skipped]
+    told = dict.fromkeys(clean(text, MAX_SENTENCE) for text in remarks if isinstance(text, str))
     return Method(
         peaks=[
             PeakLine(
@@ -739,5 +749,5 @@ def _method(run: Run, mfu: float | None) -> Method:
         roof=_roof(run, mfu),
         versions={clean(k, 40): clean(v, 60) for k, v in list(run.header.versions.items())[:MAX_ROWS]},
         reader_version=__version__,
-        remarks=[clean(text, MAX_SENTENCE) for text in remarks if isinstance(text, str)][: 4 * MAX_SENTENCES],
+        remarks=list(told)[:MAX_REMARKS],
     )
