@@ -316,7 +316,8 @@ def report_of(run: Run, start: int | None = None, stop: int | None = None) -> Re
     """All that a report shows of a run, or of its steps at positions `start` up to `stop`; goodput is the run's."""
     found, spent, slow_host = diagnose(run, start, stop), goodput(run), run.last("straggler").get("host")
     places = range(len(run))[start:stop]
-    steady = [part for whole in run.steady_stretches() if (part := _within(whole, places))]
+    stretches = (range(max(of.start, places.start), min(of.stop, places.stop)) for of in run.steady_stretches())
+    steady = list(filter(None, stretches))
     is_whole = len(places) == len(run)
     told = _number(run, steady, spent)
     return Report(
@@ -358,10 +359,6 @@ def _larger(found: Diagnosis) -> Part | None:
     if any(largest.name in parts for parts in named):
         return None
     return largest if largest.share > MUCH_LARGER * first.lost else None
-
-
-def _within(part: range, whole: range) -> range:
-    return range(max(part.start, whole.start), min(part.stop, whole.stop))
 
 
 def _about(run: Run, spent: Goodput, window: tuple[int, int] | None) -> About:
@@ -554,7 +551,10 @@ def _operators(run: Run) -> Operators | None:
     if event is None:
         return None
     count, is_device = run.last("count"), event.get("device") != "cpu"
-    step_s, peak = number(event.get("step_s")), _only_peak(run, _flop(count.get("by_dtype")))
+    step_s, by_dtype = number(event.get("step_s")), _flop(count.get("by_dtype"))
+    dtype, most = max(by_dtype.items(), key=lambda item: item[1], default=("", 0.0))
+    is_only = most >= 0.99 * sum(by_dtype.values())  # several dtypes have several peaks
+    peak = flop_per_s(run.peaks).get(dtype_name(dtype)) if is_only else None
     flop = {} if is_device else _flop(count.get("by_op"))  # kernels have names that no operator has
 
     def row(name: str, seconds: float, calls: float | None, flop: float | None) -> Operator:
@@ -584,14 +584,6 @@ def _operators(run: Run) -> Operators | None:
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
         matmuls=row("All matmuls", matmul_s, None, model_flop) if matmul_s else None,
     )
-
-
-def _only_peak(run: Run, by_dtype: Mapping[str, float]) -> float | None:
-    """The peak of the one dtype that does all matmuls; None where several do, or it is not known."""
-    dtype, most = max(by_dtype.items(), key=lambda item: item[1], default=("", 0.0))
-    if not most or most < 0.99 * sum(by_dtype.values()):
-        return None
-    return flop_per_s(run.peaks).get(dtype_name(dtype))
 
 
 def _flop(values: Any) -> dict[str, float]:
