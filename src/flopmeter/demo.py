@@ -141,9 +141,11 @@ class SyntheticText(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def pick_device() -> torch.device:
-    """The accelerator that torch sees, else the CPU."""
+    """The accelerator that torch sees, with its number, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def has_bfloat16() -> bool:
