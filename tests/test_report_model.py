@@ -149,6 +149,30 @@ def test_time_by_operator_names_rate_and_share_of_the_peak(tmp_path: Path) -> No
     assert operators.matmuls.of_peak == pytest.approx(runs.MODEL_FLOP / 0.4 / runs.PEAK_FLOP_PER_S)
 
 
+def test_the_flops_of_a_part_of_the_matmuls_are_no_speed_of_all(tmp_path: Path) -> None:
+    profile = runs.event("profile", 3, device="cuda", step_s=0.5, matmul_s=0.4, top=[["gemm", 0.3, 7]])
+    lines = [runs.header(), runs.peak(), runs.step(1), runs.count(1, coverage=0.015), profile]
+    report = report_on(tmp_path, *lines)
+    assert report.operators is not None
+    assert report.operators.matmuls is not None
+    assert report.operators.matmuls.share == pytest.approx(0.8)
+    assert report.operators.matmuls.flop_per_s is None
+    assert report.method.is_partial
+
+
+def test_a_utilisation_above_the_peak_is_impossible_and_not_good(tmp_path: Path) -> None:
+    lines = [runs.header(), runs.peak(flop_per_s=0.95 * runs.MFU * runs.PEAK_FLOP_PER_S)]
+    steps = [runs.step(place, **{"perf/mfu": 1 / 0.95}) for place in range(1, 6)]
+    assert report_on(tmp_path, *lines, *steps).number.standing == "impossible"
+
+
+def test_a_remark_is_made_once(tmp_path: Path) -> None:
+    told = [runs.event("warning", place, message="a kernel has no launch") for place in (1, 2)]
+    count = runs.count(1, left_out=["a kernel has no launch", "masks count in full"])
+    remarks = report_on(tmp_path, runs.header(), runs.step(1), *told, count).method.remarks
+    assert remarks == ["a kernel has no launch", "masks count in full"]
+
+
 def test_equal_layers_are_one_row(tmp_path: Path) -> None:
     layers = {f"layers.{place}.{name}": flop for place in range(32) for name, flop in (("mlp", 2.0), ("norm", 1.0))}
     count = runs.count(1, by_module={**layers, "head": 4.0}, model_flop=100.0)

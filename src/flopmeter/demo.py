@@ -56,8 +56,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
-        self.out = nn.Linear(config.hidden, config.hidden)
+        self.qkv, self.out = nn.Linear(config.hidden, 3 * config.hidden), nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         samples, length, hidden = x.shape
@@ -142,9 +141,11 @@ class SyntheticText(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def pick_device() -> torch.device:
-    """The accelerator that torch sees, else the CPU."""
+    """The accelerator that torch sees, with its number, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def has_bfloat16() -> bool:

@@ -112,8 +112,9 @@ def device() -> Result:
     import torch
 
     from flopmeter.counters import CounterUnavailableError, open_counters
+    from flopmeter.demo import pick_device
 
-    own = device_at_hand()
+    own = pick_device()
     figures: dict[str, float | str] = {"device": str(own), "num_devices": 1.0}
     uuid, standing, said = None, "ok", ["a CPU: the host's clock times the phases"]
     if own.type == "cuda":
@@ -143,7 +144,9 @@ def peak() -> Result:
         stated = peak_flops("cpu", "fp32")
         says = f"{stated.device}, fp32: {rate(stated.flop_per_s)}; not measured, because torch is not installed"
         return Result(standing="warning", says=says, figures={"peak_flop_per_s": stated.flop_per_s})
-    own = device_at_hand()
+    from flopmeter.demo import pick_device
+
+    own = pick_device()
     dtype = matmul_dtype(own)
     try:
         measured = measure_peak(own, dtype, SWEEP_S)
@@ -177,9 +180,10 @@ def profile() -> Result:
     """May a step be sampled, which splits forward and backward in the waterfall; and does torch.compile work here?"""
     if find_spec("torch") is None:
         return Result(standing="missing", says=_NO_TORCH)
+    from flopmeter.demo import pick_device
     from flopmeter.profiling.profiler_guard import why_not
 
-    kind = device_at_hand().type
+    kind = pick_device().type
     reason, lacks = why_not(kind), compiler_lacks(kind)
     said = [f"steps are not sampled ({reason}): the waterfall does not split forward and backward"] if reason else []
     said += [f"torch.compile does not work here: {lacks}"] if lacks else []
@@ -194,24 +198,13 @@ CHECKS: Mapping[str, Callable[[], Result]] = {
 """By name, in the order in which they run."""
 
 
-def device_at_hand() -> Any:
-    """The accelerator that torch sees, with its number, else the CPU."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
 def matmul_dtype(device: Any) -> str:
     """What matmuls are fastest in, of what the device multiplies itself: a T4 or a V100 only emulates bf16."""
-    import torch
+    from flopmeter.demo import has_bfloat16
 
     if device.type == "cpu":
         return "fp32"
-    has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16" if has_bfloat16 else "fp16"
+    return "bf16" if device.type != "cuda" or has_bfloat16() else "fp16"
 
 
 def judge_peak(device: str, peak_flop_per_s: float, source: str, measured_flop_per_s: float) -> Result:

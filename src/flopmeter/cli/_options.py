@@ -72,10 +72,10 @@ def mended(run: Run, peaks: Sequence[str] | None, convention: str | None, dtype:
 
 def written(what: str, text: str, target: Path) -> None:
     """Write the text to a file, all or nothing."""
-    from flopmeter.report import write_text
+    from flopmeter.record import replace_file
 
     try:
-        write_text(text, target)
+        replace_file(target, lambda file: file.write(text))
     except OSError as error:
         raise RecordError(f"cannot write {what} to {target}: {error.strerror}") from None
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -110,7 +111,14 @@ def _count(question: _Question) -> dict[str, Any]:
 
     start_s = time.perf_counter()
     with Console(stderr=True).status(f"Building {question.model} without weights ...") as status:
-        model = _load(question)
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        import torch
+
+        from flopmeter.flops.models import load_model
+
+        dtype = getattr(torch, _DTYPES[question.dtype]) if question.dtype else None
+        model = load_model(question.model, dtype=dtype, checkpointing=question.checkpointing)
         status.update("Counting ...")
         inputs, count = _run(model, question)
     parameters = list(model.parameters())
@@ -128,17 +136,6 @@ def _count(question: _Question) -> dict[str, Any]:
         "tokens": num_tokens,
         "seconds": time.perf_counter() - start_s,
     }
-
-
-def _load(question: _Question) -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import torch
-
-    from flopmeter.flops.models import load_model
-
-    dtype = getattr(torch, _DTYPES[question.dtype]) if question.dtype else None
-    return load_model(question.model, dtype=dtype, checkpointing=question.checkpointing)
 
 
 def _run(model: Any, question: _Question) -> tuple[dict[str, Any], FlopCount]:
@@ -213,5 +210,4 @@ def _summary(answer: dict[str, Any]) -> Iterator[str]:
     yield from (f"left out: {sentence}" for sentence in answer["left_out"])
 
 
-def _flop(value: float) -> str:
-    return amount(value, "FLOP", 4)
+_flop = partial(amount, unit="FLOP", digits=4)

@@ -77,18 +77,18 @@ def _find_architecture(model: str | None, arch: str | None) -> Architecture:
     if (model is None) == (arch is None):
         raise typer.BadParameter("give either --model or --arch, the sizes of the model")
     try:
-        return _parse_architecture(arch) if arch is not None else _load_model(str(model))
+        if model is None:
+            return _parse_architecture(str(arch))
+        if model.lower() in MODELS:
+            return MODELS[model.lower()]
+        if Path(model).exists():
+            return read_config(Path(model))
     except ConfigError as error:
         raise typer.BadParameter(f"{'--model' if arch is None else '--arch'}: {error}") from None
-
-
-def _load_model(model: str) -> Architecture:
-    if model.lower() in MODELS:
-        return MODELS[model.lower()]
-    if Path(model).exists():
-        return read_config(Path(model))
-    hint = did_you_mean(model.lower(), MODELS)
-    raise ConfigError(f"{model!r} is neither a file nor a model known by name ({hint}): give its sizes with --arch")
+    known = did_you_mean(model.lower(), MODELS)
+    raise typer.BadParameter(
+        f"--model: {model!r} is neither a file nor a model known by name ({known}): give its sizes with --arch"
+    )
 
 
 def _parse_architecture(text: str) -> Architecture:

@@ -60,7 +60,11 @@ def command(
 
     FLOPMETER=off in the environment runs it without measuring.
     """
-    arguments = _checked(program or [])
+    arguments = program or []
+    if not arguments or arguments == ["-m"]:
+        raise typer.BadParameter("there is nothing to run: give a script, or -m and a module's name")
+    if arguments[0].startswith("-") and arguments[0] not in ("-", "-m"):
+        raise typer.BadParameter(f"No such option: {arguments[0]}")
     if mode is not None:
         from flopmeter.config.sections import Mode
 
@@ -75,14 +79,6 @@ def command(
         }
         _arrange(environment, settings)
     _become([sys.executable, *_interpreter_options(sys.orig_argv, sys.argv), *arguments], environment)
-
-
-def _checked(program: list[str]) -> list[str]:
-    if not program or program == ["-m"]:
-        raise typer.BadParameter("there is nothing to run: give a script, or -m and a module's name")
-    if program[0].startswith("-") and program[0] not in ("-", "-m"):
-        raise typer.BadParameter(f"No such option: {program[0]}")
-    return program
 
 
 def _default_folder(program: list[str]) -> Path:

@@ -63,8 +63,12 @@ def write_report(run: Run, path: str | Path, format: str | None = None) -> Path:
         ConfigError: There is no such format.
         OSError: The file cannot be written.
     """
+    from flopmeter.record import replace_file
+
     target, format = place_of(path, format)
-    return write_text(render(report_of(run), format), target)
+    text = render(report_of(run), format)
+    replace_file(target, lambda file: file.write(text))
+    return target
 
 
 def leave_report(run: Run) -> Path | None:
@@ -89,11 +93,3 @@ def place_of(path: str | Path, format: str | None) -> tuple[Path, str]:
     if format not in available_formats():
         raise ConfigError(f"there is no report format {format!r}; there are: {', '.join(available_formats())}")
     return target, format
-
-
-def write_text(text: str, target: Path) -> Path:
-    """Replace the file by the text, all or nothing."""
-    from flopmeter.record import replace_file
-
-    replace_file(target, lambda file: file.write(text))
-    return target

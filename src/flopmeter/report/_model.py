@@ -34,6 +34,7 @@ from flopmeter.errors import RecordError
 from flopmeter.goodput import Goodput, goodput
 from flopmeter.metrics import certainty, flop_per_s
 from flopmeter.record import Run
+from flopmeter.record.reader import MIN_COVERAGE
 from flopmeter.report._elsewhere import OtherName, elsewhere
 from flopmeter.report._modules import Module, modules_of
 from flopmeter.schema import PHASES, RUN_FILE
@@ -52,7 +53,7 @@ MAX_MARKS = 300
 MAX_ROWS = 20
 """Operators, kernels and dtypes."""
 MAX_DATASETS = MAX_STRAGGLERS = 100
-MAX_SENTENCES = 40
+MAX_SENTENCES, MAX_REMARKS = 40, 160
 MAX_SENTENCE = 600
 MAX_RANKS, MAX_RANK_COLUMNS, MAX_CELLS = 1024, 200, 40_000
 
@@ -88,7 +89,7 @@ class Number(Struct, frozen=True, kw_only=True):
     certainty: str | None
     """How sure it is: it stands wherever the MFU is shown."""
     standing: str
-    """good, fair, low, very low or unknown."""
+    """good, fair, low, very low, impossible or unknown."""
     goodput: float | None
     goodput_note: str
     end_to_end: float | None
@@ -263,6 +264,11 @@ class Method(Struct, frozen=True, kw_only=True):
     remarks: list[str]
     """What the record itself says against its numbers."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether too few of the FLOPs are known for what is said of their sum."""
+        return self.coverage is not None and self.coverage < MIN_COVERAGE
+
 
 class Report(Struct, frozen=True, kw_only=True):
     """All that is shown of a run."""
@@ -310,7 +316,8 @@ def report_of(run: Run, start: int | None = None, stop: int | None = None) -> Re
     """All that a report shows of a run, or of its steps at positions `start` up to `stop`; goodput is the run's."""
     found, spent, slow_host = diagnose(run, start, stop), goodput(run), run.last("straggler").get("host")
     places = range(len(run))[start:stop]
-    steady = [part for whole in run.steady_stretches() if (part := _within(whole, places))]
+    stretches = (range(max(of.start, places.start), min(of.stop, places.stop)) for of in run.steady_stretches())
+    steady = list(filter(None, stretches))
     is_whole = len(places) == len(run)
     told = _number(run, steady, spent)
     return Report(
@@ -354,10 +361,6 @@ def _larger(found: Diagnosis) -> Part | None:
     return largest if largest.share > MUCH_LARGER * first.lost else None
 
 
-def _within(part: range, whole: range) -> range:
-    return range(max(part.start, whole.start), min(part.stop, whole.stop))
-
-
 def _about(run: Run, spent: Goodput, window: tuple[int, int] | None) -> About:
     header, is_file = run.header, run.path.name == RUN_FILE
     place = run.path.parent if is_file else run.path
@@ -385,11 +388,12 @@ def _number(run: Run, steady: Sequence[range], spent: Goodput) -> Number:
     names = ("mfu", "hfu", "mfu_processed", "tokens_per_second", "samples_per_second", "overhead_share")
     means = run.sum_up(steady, ["perf/step_time", *(f"perf/{name}" for name in names)])
     mfu, share = number(means.get("perf/mfu")), number(spent.share)
+    standing = next((name for least, name in STANDINGS if mfu is not None and (mfu > least or not least)), "unknown")
     others, why_not = elsewhere(run, mfu)
     return Number(
         **{name: number(means.get(f"perf/{name}")) for name in names},
         certainty=certainty(means),
-        standing=next((name for least, name in STANDINGS if mfu is not None and (mfu > least or not least)), "unknown"),
+        standing="impossible" if max(mfu or 0.0, number(means.get("perf/hfu")) or 0.0) > 1 else standing,
         goodput=share,
         goodput_note=clean(spent.note),
         end_to_end=None if mfu is None or share is None else mfu * share,
@@ -547,7 +551,10 @@ def _operators(run: Run) -> Operators | None:
     if event is None:
         return None
     count, is_device = run.last("count"), event.get("device") != "cpu"
-    step_s, peak = number(event.get("step_s")), _only_peak(run, _flop(count.get("by_dtype")))
+    step_s, by_dtype = number(event.get("step_s")), _flop(count.get("by_dtype"))
+    dtype, most = max(by_dtype.items(), key=lambda item: item[1], default=("", 0.0))
+    is_only = most >= 0.99 * sum(by_dtype.values())  # several dtypes have several peaks
+    peak = flop_per_s(run.peaks).get(dtype_name(dtype)) if is_only else None
     flop = {} if is_device else _flop(count.get("by_op"))  # kernels have names that no operator has
 
     def row(name: str, seconds: float, calls: float | None, flop: float | None) -> Operator:
@@ -567,22 +574,16 @@ def _operators(run: Run) -> Operators | None:
         spent_s, num_calls = number(spent), number(calls)
         if isinstance(name, str) and spent_s is not None and num_calls is not None and min(spent_s, num_calls) >= 0:
             rows.append(row(short_name(name) if is_device else name, spent_s, num_calls, flop.get(name)))
-    matmul_s = number(event.get("matmul_s"))
+    matmul_s, model_flop = number(event.get("matmul_s")), number(count.get("model_flop"))
+    if (coverage := number(count.get("coverage"))) is not None and coverage < MIN_COVERAGE:
+        model_flop = None  # of a part of the matmuls: over the time of all it is no speed
     return Operators(
         is_device=is_device,
         after_step=_step(event.get("after_step")),
         step_s=step_s,
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
-        matmuls=row("All matmuls", matmul_s, None, number(count.get("model_flop"))) if matmul_s else None,
+        matmuls=row("All matmuls", matmul_s, None, model_flop) if matmul_s else None,
     )
-
-
-def _only_peak(run: Run, by_dtype: Mapping[str, float]) -> float | None:
-    """The peak of the one dtype that does all matmuls; None where several do, or it is not known."""
-    dtype, most = max(by_dtype.items(), key=lambda item: item[1], default=("", 0.0))
-    if not most or most < 0.99 * sum(by_dtype.values()):
-        return None
-    return flop_per_s(run.peaks).get(dtype_name(dtype))
 
 
 def _flop(values: Any) -> dict[str, float]:
@@ -717,8 +718,9 @@ def _method(run: Run, mfu: float | None) -> Method:
     errors = [error for event in run.events[first + 1 :] if (error := number(event.get("flop_error"))) is not None]
     uncounted = ", ".join(clean(name, 80) for name in list(mapping(count.get("uncounted")))[:MAX_SENTENCES])
     warnings = [event.get("message") for event in run.named("warning")]
-    remarks = [*dict.fromkeys(text for text in warnings if isinstance(text, str)), *_list(count.get("left_out"))]
+    remarks = [*warnings, *_list(count.get("left_out"))]
     remarks += [*([f"not counted: {uncounted}"] if uncounted else []), *run.skipped]
+    told = dict.fromkeys(clean(text, MAX_SENTENCE) for text in remarks if isinstance(text, str))
     return Method(
         peaks=[
             PeakLine(
@@ -739,5 +741,5 @@ def _method(run: Run, mfu: float | None) -> Method:
         roof=_roof(run, mfu),
         versions={clean(k, 40): clean(v, 60) for k, v in list(run.header.versions.items())[:MAX_ROWS]},
         reader_version=__version__,
-        remarks=[clean(text, MAX_SENTENCE) for text in remarks if isinstance(text, str)][: 4 * MAX_SENTENCES],
+        remarks=list(told)[:MAX_REMARKS],
     )

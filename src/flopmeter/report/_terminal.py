@@ -48,9 +48,26 @@ def show(report: Report, console: Console) -> None:
         console.print(Text.assemble("  by step ", (spark, "green")))
     _show_fix(report, console)
     _show_parts(report, console)
-    _show_others(report, console)
-    _show_operators(report, console)
-    _show_whole(report, console)
+    others = () if report.is_early else report.findings[1:]
+    if others:
+        console.print(Text("\nThen", style="bold"))
+    for place, finding in enumerate(others[:MAX_FINDINGS], start=2):
+        gain = f"  {signed(finding.gain.expected)}" if finding.gain else ""
+        title = f"  {f'{place}. ' if finding.is_cause else ''}{finding.title[:1].upper()}{finding.title[1:]}"
+        console.print(Text.assemble(title, (gain, "green"), (f"  ({finding.rule})", "dim")))
+    left = [f"{len(others) - MAX_FINDINGS} more findings"] if len(others) > MAX_FINDINGS else []
+    left += [f"{len(report.not_checked)} skipped checks"] if report.not_checked and report.waterfall.parts else []
+    if left:
+        console.print(Text(f"  {' and '.join(left)}: in the page, and with --json", style="dim"))
+    sampled = f", of a sampled step of {seconds(report.operators.step_s)}" if report.operators else ""
+    tables, totals = _texts.tables(report), _texts.totals_rows(report)
+    for name, of in (("operators", sampled), ("roles", "")):
+        if (table := tables.get(name)) is not None:
+            console.print(Text(f"\n{table.title}{of}", style="bold"))
+            console.print(grid_of(table.columns, table.rows[:MAX_OPERATORS]))
+    if totals:
+        console.print(Text("\nThe whole run", style="bold"))
+        console.print(Text("  " + " · ".join(f"{name} {value}" for name, value in totals)))
 
 
 def spark_line(line: Line, width: int = LINE_WIDTH) -> str:
@@ -106,40 +123,6 @@ def _show_parts(report: Report, console: Console) -> None:
     console.print(grid)
     for text in filter(None, (note, fall.note and sentence(fall.note))):
         console.print(Text(f"  {text}", style="dim"))
-
-
-def _show_others(report: Report, console: Console) -> None:
-    others = () if report.is_early else report.findings[1:]
-    if others:
-        console.print(Text("\nThen", style="bold"))
-    for place, finding in enumerate(others[:MAX_FINDINGS], start=2):
-        gain = f"  {signed(finding.gain.expected)}" if finding.gain else ""
-        title = f"  {f'{place}. ' if finding.is_cause else ''}{finding.title[:1].upper()}{finding.title[1:]}"
-        console.print(Text.assemble(title, (gain, "green"), (f"  ({finding.rule})", "dim")))
-    left = [f"{len(others) - MAX_FINDINGS} more findings"] if len(others) > MAX_FINDINGS else []
-    left += [f"{len(report.not_checked)} skipped checks"] if report.not_checked and report.waterfall.parts else []
-    if left:
-        console.print(Text(f"  {' and '.join(left)}: in the page, and with --json", style="dim"))
-
-
-def _show_operators(report: Report, console: Console) -> None:
-    table = _texts.tables(report).get("operators")
-    if table is None:
-        return
-    step_s = report.operators.step_s if report.operators else None
-    console.print(Text(f"\n{table.title}, of a sampled step of {seconds(step_s)}", style="bold"))
-    console.print(grid_of(table.columns, table.rows[:MAX_OPERATORS]))
-
-
-def _show_whole(report: Report, console: Console) -> None:
-    """Roles and totals, where there is more to a run than its steps."""
-    roles, rows = _texts.tables(report).get("roles"), _texts.totals_rows(report)
-    if roles is not None:
-        console.print(Text(f"\n{roles.title}", style="bold"))
-        console.print(grid_of(roles.columns, roles.rows[:MAX_OPERATORS]))
-    if rows:
-        console.print(Text("\nThe whole run", style="bold"))
-        console.print(Text("  " + " · ".join(f"{name} {value}" for name, value in rows)))
 
 
 def grid_of(columns: tuple[str, ...], rows: Iterable[Iterable[Any]], label_width: int = MAX_LABEL) -> Table:

@@ -67,6 +67,8 @@ def peak_text(report: Report) -> str:
     if report.number.mfu is None:
         if report.is_early:
             return "no steady step yet"
+        if report.method.is_partial:
+            return f"the FLOPs of only {percent(report.method.coverage)} of its matmuls are known"
         return report.waterfall.note.removeprefix("MFU is unknown: ") or "no step was counted"
     peaks = report.method.peaks
     if len(peaks) != 1:

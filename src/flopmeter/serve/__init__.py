@@ -104,8 +104,8 @@ class _Views:
         glances = self._runs.glances()
         part = list_part(self._runs.root.name or str(self._runs.root), glances, self._runs.is_cut)
         revision = blake2b(part.body.encode(), digest_size=6).hexdigest()
-        is_live = any(glance.state == "running" for glance in glances)
-        return _answer(request, part, revision, ("running" if is_live else "finished", "Up to date"), "/news")
+        state = "running" if any(glance.state == "running" for glance in glances) else "finished"
+        return _answer(request, part, revision, (state, "Up to date"), "/news")
 
     def run(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -208,14 +208,14 @@ def glance_at(path: Path, root: Path, name: str, title: str, now_s: float) -> Gl
     step_s = number(means.get("step_time_median_s"))
     is_silent = now_s - updated_at > max(SILENT_S, 10 * (step_s or 0.0))
     # The name that the peak was looked up by says more than `cpu`.
-    devices = [str(peak["device"]) for peak in run.peaks.values() if peak.get("device")]
-    ranks = f"{header.world_size:,} ranks" if header.world_size > 1 else ""
+    device = [header.device, *(str(peak["device"]) for peak in run.peaks.values() if peak.get("device"))][-1]
+    parts = clean(header.model, 80), clean(device, 80), f"{header.world_size:,} ranks" * (header.world_size > 1)
     return Glance(
         name=name,
         title=title,
         state="failed" if run.failure else "finished" if run.summary else "silent" if is_silent else "running",
         updated_at=updated_at,
-        what=" · ".join(filter(None, (clean(header.model, 80), clean((devices or [header.device])[-1], 80), ranks))),
+        what=" · ".join(filter(None, parts)),
         last_step=run.step[-1] if len(run) else None,
         mfu=number(means.get("perf/mfu")),
         step_s=step_s,

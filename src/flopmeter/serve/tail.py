@@ -51,10 +51,9 @@ class Tail:
 
     def progress(self) -> tuple[int, int]:
         """Bytes read, and bytes there are to read; does not wait for a reader that is busy."""
-        try:
+        with suppress(OSError):
             return self._offset, self.path.stat(follow_symlinks=False).st_size
-        except OSError:
-            return self._offset, self._offset
+        return self._offset, self._offset
 
     @contextmanager
     def run(self) -> Iterator[tuple[Run, str]]:

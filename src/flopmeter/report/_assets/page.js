@@ -141,7 +141,7 @@
         const least = Math.min(...ends.map((scale) => scale.low)), most = Math.max(...ends.map((scale) => scale.high));
         const onScale = (value) => top + height - (height * ((isLog ? Math.log10(Math.max(value, 1e-12)) : value) - least)) / (most - least || 1);
         const unit = lines[0][0].unit;
-        for (const value of ticks(least, most, index ? 2 : 4)) {
+        for (const value of ticks(least, most, index ? 3 : 4)) {
           const level = top + height - (height * (value - least)) / (most - least || 1);
           element("line", { x1: LEFT, x2: width - RIGHT, y1: level, y2: level, class: "axis" }, svg);
           element("text", { x: LEFT - 6, y: level + 4, "text-anchor": "end" }, svg, inUnit(isLog ? 10 ** value : value, unit));
@@ -155,7 +155,7 @@
       if (index === 0) marks(svg, x, top + height, low, high);
       top += height + gaps[index];
     }
-    for (const step of ticks(low, high, Math.max(Math.floor(width / 110), 2))) {
+    for (const step of ticks(low, high, Math.max(Math.floor(width / 110), 2)).filter(Number.isInteger)) {
       const at = x(step), anchor = at > width - 40 ? "end" : "middle";
       element("text", { x: at, y: total - 8, "text-anchor": anchor }, svg, figure(step));
     }
