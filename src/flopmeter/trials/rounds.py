@@ -226,15 +226,15 @@ class Trials:
     def _fit_into_budget(self) -> list[Job]:
         """Shorter blocks where time is short; then fewer changes. What that means is said before it begins."""
         jobs = list(self._jobs)
-        for size in SIZES if self._num_rounds > 1 else SIZES[-1:]:
-            self._size = size
-            if self._first_round_s(jobs) <= 0.7 * self.left_s:
+        while True:
+            for self._size in SIZES if self._num_rounds > 1 else SIZES[-1:]:
+                if (wanted_s := self._first_round_s(jobs)) <= 0.7 * self.left_s:
+                    break
+            if not jobs or wanted_s <= self.left_s:
                 break
-        while jobs and (wanted_s := self._first_round_s(jobs)) > self.left_s:
-            gone = jobs.pop().row
-            gone.reason = (
-                f"the budget has no room: a round with it takes {wanted_s:.0f} s, {self.left_s:.0f} s are left"
-            )
+            jobs.remove(longest := max(jobs, key=self._job_s))
+            why = f"the budget has no room: a round with it takes {wanted_s:.0f} s, {self.left_s:.0f} s are left"
+            longest.row.reason = why
         start, step = seconds(self.tried.startup_s), seconds(self.tried.step_s)
         names = ", ".join(job.name for job in jobs) or "nothing"
         self._announce(
