@@ -227,7 +227,8 @@ class Trials:
         """Shorter blocks where time is short; then fewer changes. What that means is said before it begins."""
         jobs = list(self._jobs)
         while True:
-            for self._size in SIZES if self._num_rounds > 1 else SIZES[-1:]:
+            for size in SIZES if self._num_rounds > 1 else SIZES[-1:]:
+                self._size = size
                 if (wanted_s := self._first_round_s(jobs)) <= 0.7 * self.left_s:
                     break
             if not jobs or wanted_s <= self.left_s:
