@@ -10,8 +10,8 @@ the argument that a user would write, listed here; the program runs as it is and
 `wild_clock/`, which knows nothing of flopmeter. The gain really had lies inside the stated interval, or it does not.
 The demo's faults are tried, too; nothing of the package is edited by hand.
 
-What was done is kept in `--work` and not repeated while `src/flopmeter/trials` is the same, which a row's `stamp` names;
-`--kept` takes all that is on file. Programs have one thread, so that a machine with other programs on it disturbs less.
+What was done is kept in `--work` and not repeated while `src/flopmeter/trials` is the same, which a row's `stamp`
+names; `--kept` takes all that is on file. Programs have one thread, so that other programs on the machine disturb less.
 The last line is JSON.
 """
 

@@ -414,17 +414,16 @@ class Trials:
 def headline(tried: Tried) -> str:
     """The result in a line."""
     rows = [*tried.rows, *([tried.together] if tried.together else [])]
-    measured = [row for row in rows if row.gain is not None]
-    faster = [row for row in measured if row.outcome == "faster"]
-    harmless = [row for row in faster if row.is_harmless]
-    if harmless:
-        best = max(harmless, key=lambda row: row.gain.expected if row.gain else 0.0)
-        return f"{gain_text(best.gain)} with {' and '.join(best.names)}"
-    if faster:
-        return f"{gain_text(faster[0].gain)} with {faster[0].names[0]}, but not without harm"
+    measured = [(row.is_harmless, row.gain.expected, row) for row in rows if row.gain is not None]
     if not measured:
         return "nothing was measured"
-    return f"of {plural(len(measured), 'change')} none makes it faster"
+    faster = [one for one in measured if one[2].outcome == "faster"]
+    if not faster:
+        return f"of {plural(len(measured), 'change')} none makes it faster"
+    best = max(faster, key=lambda one: one[:2])[2]
+    return (
+        f"{gain_text(best.gain)} with {' and '.join(best.names)}{'' if best.is_harmless else ', but not without harm'}"
+    )
 
 
 def gain_text(gain: Gain | None) -> str:
