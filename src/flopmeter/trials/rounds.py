@@ -51,7 +51,7 @@ FIRST_S, MIN_FIRST, MAX_FIRST = 2.0, 6, 40
 BLOCK_S, MIN_BLOCK, NUM_PAIRS, MIN_PAIRS, NUM_BLOCKS = 0.8, 3, 10, 4, 6
 SIZES = (1.0, 0.6, 0.4, 0.2)
 """Blocks are so much shorter, and fewer, where the budget is short; the shortest where one round is to do."""
-MAX_SWITCHED_RUNS, MIN_RUNS, MAX_RUNS = 3, 2, 6
+MAX_SWITCHED_RUNS, MIN_RUNS, MAX_RUNS = 3, 3, 6
 """Processes for a change that is switched on and off; for one that takes a process of its own, at least and at most."""
 LONG_STARTUP = 0.5
 """When start-ups would take this share of what is left, all changes that can be switched share one process."""
@@ -374,8 +374,8 @@ class Trials:
             if row.losses_text != NOT_APART[1]:
                 rounding = max(change.rounding for change in job.changes)
                 row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
-            ranks = [rank for done in job.runs.values() for rank in done.ranks]
-            row.memory_bytes, row.memory_text = judge_memory(ranks, plain_ranks or ranks, job.on)
+            runs = [done.ranks for done in job.runs.values()]
+            row.memory_bytes, row.memory_text = judge_memory(runs, plain_ranks or runs[0], job.on)
         known = [block["peak_bytes"] for rank in plain_ranks or [self._first] for block in timed(rank)]
         self.tried.memory_bytes = max((value for value in known if value is not None), default=None)
         if plain:
