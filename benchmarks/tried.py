@@ -1,7 +1,7 @@
 """Does `flopmeter try` tell the truth? On public programs: what it predicts and measures, what an edit then brings.
 
     python benchmarks/tried.py /path/to/programs [--only NAME,NAME] [--work FOLDER] [--budget 4m] [--again]
-                               [--record benchmarks/results/tried.json]
+                               [--kept] [--record benchmarks/results/tried.json]
     python benchmarks/tried.py --short           # a program of our own, half a minute: what CI runs
 
 `/path/to/programs` holds checked-out public repositories as for `wild.py`, whose recipes these are, only longer.
@@ -10,7 +10,9 @@ the argument that a user would write, listed here; the program runs as it is and
 `wild_clock/`, which knows nothing of flopmeter. The gain really had lies inside the stated interval, or it does not.
 The demo's faults are tried, too; nothing of the package is edited by hand.
 
-What was done is kept in `--work` and not repeated while `src/flopmeter/trials` is the same. The last line is JSON.
+What was done is kept in `--work` and not repeated while `src/flopmeter/trials` is the same, which a row's `stamp`
+names; `--kept` takes all that is on file. Programs have one thread, so that other programs on the machine disturb less.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -357,6 +359,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "flopmeter-tried")
     parser.add_argument("--budget", default="4m")
     parser.add_argument("--again", action="store_true", help="repeat what is on file")
+    parser.add_argument("--kept", action="store_true", help="only what is on file, whatever has changed since")
     parser.add_argument("--short", action="store_true")
     add_record_option(parser)
     given = parser.parse_args()
@@ -379,11 +382,12 @@ def main() -> None:
         if given.programs is None:
             sys.exit("no programs at hand: name the folder with the checked-out repositories, or --short")
         on_file = given.work / f"{name}.json"
-        if on_file.is_file() and not given.again and json.loads(on_file.read_text())["stamp"] == stamp:
-            row = json.loads(on_file.read_text())
-        else:
+        row = json.loads(on_file.read_text()) if on_file.is_file() and not given.again else {"stamp": ""}
+        if given.kept and not row["stamp"]:
+            continue
+        if row["stamp"] != stamp and not given.kept:
             (given.work / name).mkdir(parents=True, exist_ok=True)
-            row = job(given.work / name) | {"stamp": stamp}
+            row = job(given.work / name) | {"stamp": stamp, "budget": given.budget}
             on_file.write_text(json.dumps(row, indent=1))
         rows.append(row)
         show([row])

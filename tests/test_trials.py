@@ -277,10 +277,13 @@ def test_memory_that_grows_is_told_whether_it_is_freed_between_blocks_or_not() -
     kept = [block(steps, on=("x",), memory=1e8 + n * 24e6, early=1e8 + n * 24e6) for n in range(8)]
     calm = [block(steps, on=("x",), memory=2e8, early=2e8) for _ in range(8)]
     for blocks, grows in ((freed, True), (kept, True), (calm, False)):
-        peak, text = judge_memory([{"blocks": blocks}], [{"blocks": flat}], ["x"])
+        peak, text = judge_memory([[{"blocks": blocks}]], [{"blocks": flat}], ["x"])
         assert peak == max(one["peak_bytes"] for one in blocks)
         assert ("grows by 4 MB a step" in text) is grows
-    assert "(+100 %)" in judge_memory([{"blocks": calm}], [{"blocks": flat}], ["x"])[1]
+    assert "grows" not in judge_memory([[{"blocks": kept}], [{"blocks": calm}]], [{"blocks": flat}], ["x"])[1]
+    restless = [block([0.1] * 6, memory=1e8 + n % 2 * 3e7, early=1e8) for n in range(8)]  # by more than it grows
+    assert "grows" not in judge_memory([[{"blocks": kept}]], [{"blocks": restless}], ["x"])[1]
+    assert "(+100 %)" in judge_memory([[{"blocks": calm}]], [{"blocks": flat}], ["x"])[1]
 
 
 def test_the_headline_is_of_a_change_that_does_no_harm() -> None:

@@ -23,7 +23,7 @@ from flopmeter.trials import EARLY_STEPS, Losses, Row
 
 SETTLE = 1
 """Steps at the beginning of a block that belong to neither side."""
-PROCESS_SPREAD, BUSY_SPREAD = 0.015, 0.06
+PROCESS_SPREAD, BUSY_SPREAD = 0.02, 0.06
 """By so much two processes of one program may differ in speed, in either direction: on an idle machine, and what comes
 to it where the training thread waits for a core all the time, since others use its caches."""
 OTHERS = 0.02
@@ -101,8 +101,9 @@ def switched_gain(
                 ratios.append((first + last) / 2 - own)
     if len(ratios) < 3:
         return None
-    middle, half = _signed_ranks(ratios)
-    return _interval(middle, math.hypot(half, process_spread(processes) / math.sqrt(len(processes))), samples)
+    middle, down, up = _signed_ranks(ratios)
+    spread = process_spread(processes) / math.sqrt(len(processes))
+    return _interval(middle, math.hypot(down, spread), math.hypot(up, spread), samples)
 
 
 def process_gain(
@@ -119,11 +120,12 @@ def process_gain(
         return None
     middle, half = _student([math.log(ratio) for ratio in ratios])
     least = 8 * PROCESS_SPREAD + 2 * block_spread if len(ratios) == 1 else 2 * spread
-    return _interval(middle, max(half, least / math.sqrt(len(ratios))), samples)
+    half = max(half, least / math.sqrt(len(ratios)))
+    return _interval(middle, half, half, samples)
 
 
-def _interval(middle: float, half: float, samples: float) -> Gain:
-    low, expected, high = (samples * math.exp(value) - 1 for value in (middle - half, middle, middle + half))
+def _interval(middle: float, down: float, up: float, samples: float) -> Gain:
+    low, expected, high = (samples * math.exp(value) - 1 for value in (middle - down, middle, middle + up))
     return Gain(low=low, expected=expected, high=high)
 
 
@@ -134,19 +136,20 @@ def _student(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), half
 
 
-def _signed_ranks(values: Sequence[float]) -> tuple[float, float]:
-    """Hodges and Lehmann's middle and half the width of its interval; with fewer than six values Student's.
+def _signed_ranks(values: Sequence[float]) -> tuple[float, float, float]:
+    """Hodges and Lehmann's middle, and how far its interval reaches on either side; below six values Student's.
 
     By how many means of pairs the interval is cut on either side: the normal approximation of Wilcoxon's table, which
     is one too small in places, so on the safe side.
     """
     num = len(values)
     if num < 6:
-        return _student(values)
+        middle, half = _student(values)
+        return middle, half, half
     means = sorted((a + b) / 2 for place, a in enumerate(values) for b in values[place:])
     cut = max(math.floor(num * (num + 1) / 4 - 1.96 * math.sqrt(num * (num + 1) * (2 * num + 1) / 24)), 1)
     middle = median(means)
-    return middle, max(means[-cut] - middle, middle - means[cut - 1])
+    return middle, middle - means[cut - 1], means[-cut] - middle
 
 
 def is_narrow(gain: Gain | None) -> bool:
@@ -213,25 +216,34 @@ def _size(share: float) -> str:
 
 
 def judge_memory(
-    own: Sequence[Mapping[str, Any]], unchanged: Sequence[Mapping[str, Any]], on: Sequence[str]
+    runs: Sequence[Sequence[Mapping[str, Any]]], unchanged: Sequence[Mapping[str, Any]], on: Sequence[str]
 ) -> tuple[float | None, str]:
-    """Highest use with the change, and how that is said; whether it keeps growing, other than without."""
+    """Highest use with the change, and how that is said; whether it keeps growing, other than without, in each run.
+
+    Args:
+        runs: With the change: the processes of each.
+    """
+    own = [seen for run in runs for seen in run]
     peaks = [block["peak_bytes"] for seen in own for block in timed(seen, on) if block["peak_bytes"] is not None]
     plain = [block["peak_bytes"] for seen in unchanged for block in timed(seen, []) if block["peak_bytes"] is not None]
     if not peaks or not plain:
         return None, "not known"
     text = f"{amount(max(peaks), 'B')} ({signed(max(peaks) / max(plain) - 1)})"
     usual = [_rises(timed(seen, [])) for seen in (*unchanged, *(own if on else ()))]
-    growth = 0.0
-    for blocks in (timed(seen, on) for seen in own):
-        steps = sum(len(block["seconds"]) for block in blocks) / max(len(blocks), 1)
+
+    def growth(blocks: Sequence[Mapping[str, Any]]) -> float:
+        """Bytes a step."""
+        found, steps = 0.0, sum(len(block["seconds"]) for block in blocks) / max(len(blocks), 1)
         for at, num in enumerate((steps - EARLY_STEPS, steps)):
             rises = _rises(blocks)[at]
             largest = max((abs(rise) for rows in usual for rise in rows[at]), default=0.0)
             is_steady = len(rises) >= MIN_RISES and fmean(rise > 0 for rise in rises) >= MIN_GROWTH_SHARE
             if is_steady and sum(rises) >= MIN_GROWTH_BYTES and median(rises) > largest:
-                growth = max(growth, median(rises) / max(num, 1))
-    return max(peaks), text + (f", and grows by {amount(growth, 'B')} a step" if growth else "")
+                found = max(found, median(rises) / max(num, 1))
+        return found
+
+    grows = min(max(growth(timed(seen, on)) for seen in run) for run in runs)
+    return max(peaks), text + (f", and grows by {amount(grows, 'B')} a step" if grows else "")
 
 
 def _rises(blocks: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:

@@ -51,7 +51,7 @@ FIRST_S, MIN_FIRST, MAX_FIRST = 2.0, 6, 40
 BLOCK_S, MIN_BLOCK, NUM_PAIRS, MIN_PAIRS, NUM_BLOCKS = 0.8, 3, 10, 4, 6
 SIZES = (1.0, 0.6, 0.4, 0.2)
 """Blocks are so much shorter, and fewer, where the budget is short; the shortest where one round is to do."""
-MAX_SWITCHED_RUNS, MIN_RUNS, MAX_RUNS = 3, 2, 6
+MAX_SWITCHED_RUNS, MIN_RUNS, MAX_RUNS = 3, 3, 6
 """Processes for a change that is switched on and off; for one that takes a process of its own, at least and at most."""
 LONG_STARTUP = 0.5
 """When start-ups would take this share of what is left, all changes that can be switched share one process."""
@@ -101,35 +101,30 @@ class Job:
         return bool(self.row.reason) or len(self.runs) >= most or is_enough or self.row.losses_text == NOT_APART[1]
 
 
+@dataclass
 class Trials:
-    """All that one `flopmeter try` does; `run()` begins, and `tried` has the result.
+    """All that one `flopmeter try` does; `run()` begins, and `tried` has the result."""
 
-    Args:
-        launcher: Runs the program.
-        budget_s: How long all of it may take.
-        only: Names of changes; empty for those that are predicted to bring most.
-        takes_all: Try whatever fits.
-        num_rounds: At most so many, before the best are tried together.
-        say: Is told what runs, what was found so far, and how much of the budget is spent, from 0 to 1.
-        announce: Is told, before it begins, how long it will take and what is left out.
-    """
+    launcher: Launcher
+    """Runs the program."""
+    budget_s: float
+    """How long all of it may take."""
+    only: Sequence[str]
+    """Names of changes; empty for those that are predicted to bring most."""
+    takes_all: bool
+    """Try whatever fits."""
+    num_rounds: int
+    """At most so many, before the best are tried together."""
+    say: Callable[[str, float], None]
+    """Is told what runs, what was found so far, and how much of the budget is spent, from 0 to 1."""
+    announce: Callable[[str], None]
+    """Is told, before it begins, how long it will take and what is left out."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        budget_s: float,
-        only: Sequence[str],
-        takes_all: bool,
-        num_rounds: int,
-        say: Callable[[str, float], None],
-        announce: Callable[[str], None],
-    ) -> None:
-        self.tried = Tried(program=launcher.program)
-        self._launcher, self._only, self._takes_all, self._say = launcher, only, takes_all, say
-        self._num_rounds, self._announce = num_rounds, announce
-        self._start_s, self._budget_s = time.monotonic(), budget_s
-        self._known = load_candidates(launcher.candidates)
-        for name in only:
+    def __post_init__(self) -> None:
+        self.tried = Tried(program=self.launcher.program)
+        self._start_s = time.monotonic()
+        self._known = load_candidates(self.launcher.candidates)
+        for name in self.only:
             if name not in self._known:
                 raise ConfigError(f"--only: unknown {name!r}: {did_you_mean(name, self._known)}")
         self._unchanged = Job("unchanged")
@@ -149,20 +144,20 @@ class Trials:
             self._measure(seen, self._fit_into_budget())
             is_stopped = False
         finally:
-            self._launcher.end()
+            self.launcher.end()
             self._write("it was stopped before" if is_stopped else "the budget was spent before")
 
     @property
     def left_s(self) -> float:
-        return self._budget_s - (time.monotonic() - self._start_s)
+        return self.budget_s - (time.monotonic() - self._start_s)
 
     # The first look
 
     def _look(self) -> Seen:
-        self._say("the program as it is, measured", 0.0)
-        until = {**LOOK, "max_s": min(LOOK["max_s"], self._budget_s / 6)}
+        self.say("the program as it is, measured", 0.0)
+        until = {**LOOK, "max_s": min(LOOK["max_s"], self.budget_s / 6)}
         plan = {"plan": [{"on": [], "steps": 0, "kind": "timed"}], "until": until, "finds_models": False}
-        done = self._launcher.run("first-look", self._budget_s / 2, plan, is_measured=True)
+        done = self.launcher.run("first-look", self.budget_s / 2, plan, is_measured=True)
         found = self._first = done.seen
         times = [second for block in found["blocks"] for second in block["seconds"]]
         if not found["is_whole"] and len(times) < MIN_STEPS:
@@ -172,7 +167,7 @@ class Trials:
         self.tried.step_s, self.tried.startup_s = median(times), found["startup_s"]
         self.tried.trainer = found["facts"]["trainer"]
         try:
-            run = load_run(self._launcher.output_dir)
+            run = load_run(self.launcher.output_dir)
             return Seen(facts, diagnose(run), run.last("facts"))
         except RecordError as error:
             self.tried.notes.append(f"nothing was predicted: {error}")
@@ -184,20 +179,20 @@ class Trials:
         """By predicted gain. What was left out is noted with its reason."""
         fitting: list[tuple[float, Job]] = []
         for name, change in self._known.items():
-            why = "" if name in self._only else change.misfit(seen)
-            if self._only and name not in self._only:
+            why = "" if name in self.only else change.misfit(seen)
+            if self.only and name not in self.only:
                 continue
             job = self._job(name, (change,), seen)
             job.row.predicted = _predict(change, seen)
             likely = job.row.predicted.expected if job.row.predicted else 0.0
-            if not why and not self._only and not self._takes_all and likely < MIN_PREDICTED and name in CANDIDATES:
+            if not why and not self.only and not self.takes_all and likely < MIN_PREDICTED and name in CANDIDATES:
                 why = "nothing predicts a gain from it"
             if why:
                 self.tried.not_tried[name] = why
             else:
                 fitting.append((likely, job))
         fitting.sort(key=lambda pair: -pair[0])
-        num = len(fitting) if self._only or self._takes_all else NUM_CHOSEN
+        num = len(fitting) if self.only or self.takes_all else NUM_CHOSEN
         self._jobs = [job for _, job in fitting[:num]]
         for likely, job in fitting[num:]:
             why = f"others are predicted to bring more than its {signed(likely)}: --all tries it"
@@ -226,24 +221,25 @@ class Trials:
     def _fit_into_budget(self) -> list[Job]:
         """Shorter blocks where time is short; then fewer changes. What that means is said before it begins."""
         jobs = list(self._jobs)
-        for size in SIZES if self._num_rounds > 1 else SIZES[-1:]:
-            self._size = size
-            if self._first_round_s(jobs) <= 0.7 * self.left_s:
+        while True:
+            for size in SIZES if self.num_rounds > 1 else SIZES[-1:]:
+                self._size = size
+                if (wanted_s := self._first_round_s(jobs)) <= 0.7 * self.left_s:
+                    break
+            if not jobs or wanted_s <= self.left_s:
                 break
-        while jobs and (wanted_s := self._first_round_s(jobs)) > self.left_s:
-            gone = jobs.pop().row
-            gone.reason = (
-                f"the budget has no room: a round with it takes {wanted_s:.0f} s, {self.left_s:.0f} s are left"
-            )
+            jobs.remove(longest := max(jobs, key=self._job_s))
+            why = f"the budget has no room: a round with it takes {wanted_s:.0f} s, {self.left_s:.0f} s are left"
+            longest.row.reason = why
         start, step = seconds(self.tried.startup_s), seconds(self.tried.step_s)
         names = ", ".join(job.name for job in jobs) or "nothing"
-        self._announce(
+        self.announce(
             f"The program takes {start} to start, and {step} a step. To be tried: {names}; the first round takes about "
             f"{seconds(self._first_round_s(jobs))}, and {seconds(self.left_s)} are left."
         )
         for job in self._jobs:
             if job.row.reason:
-                self._announce(f"Not tried: {job.name}: {job.row.reason}")
+                self.announce(f"Not tried: {job.name}: {job.row.reason}")
         return jobs
 
     def _first_round_s(self, jobs: Sequence[Job]) -> float:
@@ -303,7 +299,7 @@ class Trials:
             first = self._joined(jobs)
             plain = [self._unchanged]
             self._round(0, [*first, *plain] if all(job.is_switched for job in jobs) else [*plain, *first])
-        for turn in range(1, self._num_rounds):
+        for turn in range(1, self.num_rounds):
             left = [job for job in jobs if not job.is_done]
             plain = [] if all(job.is_switched for job in left) else [self._unchanged]
             if not left or not self._round(turn, [*plain, *left]):
@@ -327,9 +323,9 @@ class Trials:
                 return False
             found = [f"{one.row.what} {gain_text(one.row.gain)}" for one in self._jobs if one.row.gain is not None]
             so_far = f"; so far {', '.join(found)}" if found else ""
-            self._say(f"round {turn + 1}: {job.name}{so_far}", 1 - self.left_s / self._budget_s)
+            self.say(f"round {turn + 1}: {job.name}{so_far}", 1 - self.left_s / self.budget_s)
             at_most_s = min(PATIENCE * wanted_s + 30, max(0.6 * self.left_s, wanted_s))
-            done = self._launcher.run(job.name, at_most_s, self._plan(job))
+            done = self.launcher.run(job.name, at_most_s, self._plan(job))
             has_all = done.ranks and all(rank["is_whole"] and not rank["error"] for rank in done.ranks)
             is_late = done.exit_code is None and not done.seen["error"]
             if has_all or (is_late and job.is_switched and len(timed(done.seen)) > 2 * MIN_PAIRS):
@@ -373,15 +369,15 @@ class Trials:
             if row.losses_text != NOT_APART[1]:
                 rounding = max(change.rounding for change in job.changes)
                 row.losses, row.losses_text = judge_losses(found[0], unchanged, rounding, job.samples)
-            ranks = [rank for done in job.runs.values() for rank in done.ranks]
-            row.memory_bytes, row.memory_text = judge_memory(ranks, plain_ranks or ranks, job.on)
+            runs = [done.ranks for done in job.runs.values()]
+            row.memory_bytes, row.memory_text = judge_memory(runs, plain_ranks or runs[0], job.on)
         known = [block["peak_bytes"] for rank in plain_ranks or [self._first] for block in timed(rank)]
         self.tried.memory_bytes = max((value for value in known if value is not None), default=None)
         if plain:
             self.tried.step_s = self._step_s(self._unchanged)
 
     def _write(self, why_not: str) -> None:
-        tried, launcher = self.tried, self._launcher
+        tried, launcher = self.tried, self.launcher
         rows = [job.row for job in self._jobs if job.name != "together"]
         tried.together = next((job.row for job in self._jobs if job.name == "together"), None)
         tried.rows = sorted(rows, key=lambda row: -(row.gain.expected if row.gain else -math.inf))
@@ -413,17 +409,16 @@ class Trials:
 def headline(tried: Tried) -> str:
     """The result in a line."""
     rows = [*tried.rows, *([tried.together] if tried.together else [])]
-    measured = [row for row in rows if row.gain is not None]
-    faster = [row for row in measured if row.outcome == "faster"]
-    harmless = [row for row in faster if row.is_harmless]
-    if harmless:
-        best = max(harmless, key=lambda row: row.gain.expected if row.gain else 0.0)
-        return f"{gain_text(best.gain)} with {' and '.join(best.names)}"
-    if faster:
-        return f"{gain_text(faster[0].gain)} with {faster[0].names[0]}, but not without harm"
+    measured = [(row.is_harmless, row.gain.expected, row) for row in rows if row.gain is not None]
     if not measured:
         return "nothing was measured"
-    return f"of {plural(len(measured), 'change')} none makes it faster"
+    faster = [one for one in measured if one[2].outcome == "faster"]
+    if not faster:
+        return f"of {plural(len(measured), 'change')} none makes it faster"
+    best = max(faster, key=lambda one: one[:2])[2]
+    return (
+        f"{gain_text(best.gain)} with {' and '.join(best.names)}{'' if best.is_harmless else ', but not without harm'}"
+    )
 
 
 def gain_text(gain: Gain | None) -> str:
