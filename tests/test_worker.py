@@ -326,13 +326,13 @@ def test_no_more_lines_than_the_settings_say_wait_for_the_disk(tmp_path: Path) -
     worker = make(tmp_path, flush_every=10)
     worker.drain(5.0)
     lines: list[int] = []
-    flush = worker._writer.flush
+    flush = worker.writer.flush
 
     def note_and_flush() -> bool:
-        lines.append(worker._writer._pending.count(b"\n"))
+        lines.append(worker.writer._pending.count(b"\n"))
         return flush()
 
-    worker._writer.flush = note_and_flush  # type: ignore[method-assign]
+    worker.writer.flush = note_and_flush  # type: ignore[method-assign]
     worker.queue.extend(range(95))
     assert worker.drain(5.0)
     worker.close()

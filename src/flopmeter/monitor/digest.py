@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import Taken
+from flopmeter.distributed import JobScale, Ranks, RankStep
 from flopmeter.flops.prediction import Law, StepFlop, kinds_of
 from flopmeter.flops.workload import PROCESSED, Workload, resolve
 from flopmeter.metrics import (
@@ -25,17 +26,14 @@ from flopmeter.metrics import (
     as_row,
     derive,
     of_job,
+    utilisation,
     work_of,
 )
-from flopmeter.monitor.ranks import rank_step
+from flopmeter.monitor.measuring import FlopSource
 from flopmeter.monitor.step_record import NOTHING, Log, StepRecord
 from flopmeter.schema import PHASES
 from flopmeter.timing import BACKWARD, StepTime, split
 from flopmeter.timing.late import read
-
-if TYPE_CHECKING:
-    from flopmeter.distributed import JobScale, Ranks
-    from flopmeter.monitor.measuring import FlopSource
 
 Metrics = Callable[[], Mapping[str, float]]
 _NO_INPUT = Workload()
@@ -49,44 +47,19 @@ BASICS = ("global_step", "training/loss", "training/lr", "training/epoch")
 """What the sinks get at every log; the details come on top, at a rate of their own."""
 
 
-class Delivery:
-    """What becomes of an item: lines for the run file, and what sinks get, which is made only if there are any.
+class Delivery(NamedTuple):
+    """What becomes of an item: lines for the run file, and what sinks get, which is made only if there are any."""
 
-    Args:
-        line: For the run file.
-        all_metrics: Makes what sinks get that show every step.
-        metrics: Makes what the others get, at their rate; None when it is not their turn.
-        before: Lines for the run file that come first.
-    """
-
-    __slots__ = ("_all_metrics", "_metrics", "before", "line", "skipped_sinks", "step")
-
-    def __init__(
-        self,
-        line: Mapping[str, Any],
-        step: int = 0,
-        all_metrics: Metrics | None = None,
-        metrics: Metrics | None = None,
-        skipped_sinks: tuple[str, ...] = (),
-        before: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self.line, self.step, self.skipped_sinks, self.before = line, step, skipped_sinks, before
-        self._all_metrics, self._metrics = all_metrics, metrics
-
-    @property
-    def has_metrics(self) -> bool:
-        """Whether there is anything for sinks that show every step."""
-        return self._all_metrics is not None
-
-    @property
-    def all_metrics(self) -> Mapping[str, float] | None:
-        """For sinks that show every step."""
-        return self._all_metrics() if self._all_metrics is not None else None
-
-    @property
-    def metrics(self) -> Mapping[str, float] | None:
-        """For the others."""
-        return self._metrics() if self._metrics is not None else None
+    line: Mapping[str, Any]
+    """For the run file."""
+    step: int = 0
+    all_metrics: Metrics | None = None
+    """Makes what sinks get that show every step."""
+    metrics: Metrics | None = None
+    """Makes what the others get, at their rate; None when it is not their turn."""
+    skipped_sinks: tuple[str, ...] = ()
+    before: Sequence[Mapping[str, Any]] = ()
+    """Lines for the run file that come first."""
 
 
 class _Row(NamedTuple):
@@ -301,7 +274,7 @@ class Digest:
         if ranks is None:
             return _Row(numbers, more, NOTHING)
         own = self._measured([_Row(numbers, more, NOTHING)])
-        ranks.add(rank_step(item, own, time_, source), is_typical=not item.marks)
+        ranks.add(_rank_step(item, own, time_, source), is_typical=not item.marks)
         if ranks.is_writer and (ranks.scale is not self._scale or self._num_rows % REPEAT_EVERY == 0):
             if ranks.scale != self._scale:
                 self._scale, self._job = ranks.scale, asdict(ranks.scale)
@@ -380,6 +353,23 @@ class Digest:
         if error is not None and (is_detailed or error != self._error):
             self._error = metrics["perf/flop_error"] = error
         return metrics, skips_wandb
+
+
+def _rank_step(item: StepRecord, step: Measured, time_: StepTime, source: FlopSource | None) -> RankStep:
+    """What this rank tells the others of a step. FLOPs that are only estimated are kept, unless that is the mode."""
+    peaks = source.peaks if source is not None else {}
+    is_told = source is not None and (source.has_count or source.mode == "estimate")
+    flop = step.get("model_flop") if is_told else None
+    return RankStep(
+        item.index,
+        time_.step_ns / 1e9,
+        [ns / 1e9 for ns in time_.phase_ns],
+        None if item.blocked_ns is None else [ns / 1e9 for ns in item.blocked_ns],
+        None if flop is None else sum(flop.values()),
+        None if flop is None else utilisation(flop, peaks, 1.0),
+        step.get("tokens_processed"),
+        step.get("samples"),
+    )
 
 
 def per_unit(law: Law, share: float, convention: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -18,21 +19,21 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
 from torch import nn
 
 from flopmeter.config import MonitorConfig
 from flopmeter.dataset_metrics import DatasetMetrics
-from flopmeter.distributed import PATIENCE_S, Ranks
+from flopmeter.distributed import COMMUNICATION, PATIENCE_S, Ranks, join_job
 from flopmeter.errors import ConfigError, FlopmeterError, sign_warnings
 from flopmeter.flops.workload import WorkloadReader
 from flopmeter.monitor.device_time import DeviceTime
 from flopmeter.monitor.digest import Digest, dataset_values
 from flopmeter.monitor.effort import Effort
 from flopmeter.monitor.ending import Endings, unhandled
-from flopmeter.monitor.header import device_name, device_of, last_words, make_header, make_sampler
+from flopmeter.monitor.header import device_name, device_of, device_uuid, last_words, make_header, make_sampler
 from flopmeter.monitor.hooks import Hooks
 from flopmeter.monitor.measuring import FlopSource
-from flopmeter.monitor.ranks import connect_device, join, my_rank, record_path, seen_from_here, sink_names
 from flopmeter.monitor.recorder import Recorder
 from flopmeter.monitor.step_record import Log
 from flopmeter.monitor.worker import Worker
@@ -40,9 +41,9 @@ from flopmeter.record import Run, RunWriter, load_run, write_training_log
 from flopmeter.report import leave_report
 from flopmeter.resources import ResourceSampler
 from flopmeter.schema import RUN_FILE, TRACE_FILE
-from flopmeter.sinks import LogFunction, SinkContext, check_sinks, say_last
+from flopmeter.sinks import GIVEN, LogFunction, SinkContext, check_sinks, say_last
 from flopmeter.timing import PhaseClock
-from flopmeter.timing.cuda import timeline_of
+from flopmeter.timing.cuda import timeline_of, waits_of
 from flopmeter.torch_compat import NEWER, TOO_OLD, DisableTorchFunction
 
 logger = logging.getLogger("flopmeter")
@@ -219,7 +220,7 @@ class LiveRun:
         except Exception as error:  # noqa: BLE001 - the process may have no more threads, or memory
             self._give_up()
             logger.warning("nothing is measured: the run could not begin (%s: %s)", type(error).__name__, error)
-        if self.worker is not None and self.worker.is_refused:  # which was said
+        if self.worker is not None and self.worker.writer.is_refused:  # which was said
             self.rank = -1  # neither a rank of this job nor the keeper of its record
             self._give_up()
 
@@ -321,7 +322,7 @@ class LiveRun:
     @property
     def has_record(self) -> bool:
         """Whether there is a run file that can be read back."""
-        return self.worker is not None and self.worker.has_record
+        return self.worker is not None and self.worker.writer.has_file
 
     def read_back(self, and_do: Callable[[Run], None] | None = None, timeout_s: float | None = None) -> Run | None:
         """The job's record so far, read beside the training thread; None, with a warning, where that is not possible.
@@ -524,3 +525,80 @@ def _finish_at_exit(run: LiveRun) -> Callable[[], None]:
                 alive.finish()
 
     return atexit.register(finish)
+
+
+# How does a run take part in a job of several ranks?
+
+
+def my_rank() -> int | None:
+    """This process's rank; None as long as torch.distributed does not say."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+
+
+def seen_from_here(path: Path) -> Path:
+    """Relative to the current folder where it lies below that, as most people give it."""
+    try:
+        return path.relative_to(Path.cwd())
+    except (ValueError, OSError):  # it lies elsewhere, or the current folder is gone
+        return path
+
+
+def record_path(output_dir: Path, rank: int, config: MonitorConfig) -> Path:
+    """Where this rank's record goes: rank 0 keeps the job's, the others one of their own when asked, else none."""
+    if rank == 0:
+        return output_dir / RUN_FILE
+    stem, _, suffix = RUN_FILE.partition(".")
+    is_asked = config.monitoring.distributed.record_every_rank
+    return output_dir / f"{stem}.rank{rank}.{suffix}" if is_asked else Path(os.devnull)
+
+
+def sink_names(config: MonitorConfig, rank: int, *, is_function_given: bool) -> tuple[str, ...]:
+    """The sinks of this rank: all of them on rank 0, elsewhere a Prometheus page when asked."""
+    if rank == 0:
+        return (*config.sink_names, GIVEN) if is_function_given else config.sink_names
+    return tuple(name for name in config.sink_names if name == "prometheus" and config.prometheus.ranks == "all")
+
+
+def join(model: nn.Module, config: MonitorConfig, recorder: Recorder, emit: Callable[..., None]) -> Ranks | None:
+    """Connect the parts of this rank's monitor with the job; None when it is alone, or when that fails."""
+    clock = recorder.clock
+    try:
+        ranks = join_job(model, config.monitoring.distributed, lambda: clock.current, emit, _device_name(model))
+        if ranks is not None:
+            ranks.blocking.is_on = config.monitoring.patches
+            _connect(ranks, recorder, model)
+            ranks.start()
+    except Exception as error:  # noqa: BLE001 - a job without statistics is still a job
+        logger.warning("the ranks are not compared: %s: %s", type(error).__name__, error)
+        return None
+    return ranks
+
+
+def _connect(ranks: Ranks, recorder: Recorder, model: nn.Module) -> None:
+    recorder.follow_ranks(ranks.blocking)
+    if recorder.source is not None:
+        recorder.source.ranks = ranks
+        ranks.on_count = recorder.source.take_count
+    connect_device(ranks, recorder, model)
+
+
+def connect_device(ranks: Ranks, recorder: Recorder, model: nn.Module) -> None:
+    """Let the ranks know what the device does, where there is one."""
+    if (device_time := recorder.device_time) is not None:
+        device_time.on_step = ranks.add_device
+        ranks.blocking.on_backward_computed = lambda: device_time.mark_inside_backward(COMMUNICATION)
+        if ranks.blocking.is_on and _is_sharded(model):
+            device_time.waits = waits_of(device_of(model), lambda: recorder.clock.current)
+            if device_time.waits is not None:
+                device_time.waits.attach()
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it, which takes a second
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def _device_name(model: nn.Module | None) -> str:
+    """Names a device among those of its host; the CPU is one, however many ranks compute on it."""
+    device = device_of(model)
+    return device_uuid(device) or str(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from flopmeter.flops.flop_count import FlopCount
 from flopmeter.flops.observe import ObservedStep
 from flopmeter.flops.prediction import OFF, Predictor, StepFlop, training_state
 from flopmeter.flops.profiled import ProfiledStep
-from flopmeter.flops.workload import Seen, Shape, Workload, needs_of, resolve
+from flopmeter.flops.workload import PatchWindow, Seen, Shape, Workload, needs_of, resolve
 from flopmeter.monitor.header import device_name, device_of, device_uuid
-from flopmeter.monitor.ranks import note_of, read_note
 from flopmeter.profiling import profiler_guard
 from flopmeter.schema import METRICS_BY_KEY, StepMark
 from flopmeter.step_facts import facts_of
@@ -51,6 +50,8 @@ INEXACT = (
 UNSEEN = (
     "FLOPs of the steps are unknown: they differ, and the loop does not call the model itself, which would tell why"
 )
+_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out", "workload")
+"""What a prediction does not need: it would be most of the note."""
 _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
     "by_op", "by_module", "by_role", "growth", "coverage", "uncounted", "method", "convention", "left_out",
@@ -236,7 +237,7 @@ class FlopSource:
         is_sure = count.model_flop > 0 or (bool(batches) and count.coverage == 1 and not count.uncounted)
         error = self._learn(self._predictor, count, workload) if is_sure else None
         if count.model_flop and self.ranks is not None and self.ranks.is_writer and workload:
-            self.ranks.publish({**note_of(count, workload), "state": self._state})
+            self.ranks.publish({**_note_of(count, workload), "state": self._state})
         told = {name: _plain(getattr(count, name)) for name in _FIELDS}
         self._event("count", flop_error=error, calibration=self._predictor.calibration, **told)
         if isinstance(measurement, ObservedStep) and measurement.gave_way is None:
@@ -276,7 +277,7 @@ class FlopSource:
         if predictor is None:  # rank 0 has noticed a change before us
             self._notes = {state: note}
             return
-        self._learn(predictor, *read_note(note))
+        self._learn(predictor, *_read_note(note))
 
     def _learn(self, predictor: Predictor, count: FlopCount, workload: Workload | None) -> float | None:
         error = predictor.learn(count, workload) if workload is not None else None
@@ -320,7 +321,7 @@ class FlopSource:
         self._turns = [*self._turns, (index, now)][-MAX_TURNS:]
         note = self._notes.pop(state, None)
         if note is not None:
-            self._learn(now, *read_note(note))
+            self._learn(now, *_read_note(note))
         is_due = before.has_count and not now.has_count
         if is_due and not now.is_told:
             now.is_told = True
@@ -471,3 +472,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
+
+
+def _note_of(count: FlopCount, workload: Workload) -> dict[str, Any]:
+    """A count and what it was counted for, as plain values."""
+    plain = {f.name: getattr(count, f.name) for f in fields(count) if f.name not in _BULKY}
+    return {"count": plain, "workload": asdict(workload)}
+
+
+def _read_note(note: Mapping[str, Any]) -> tuple[FlopCount, Workload]:
+    """The same on the other side."""
+    workload = dict(note["workload"])
+    if workload["patch_window"] is not None:
+        workload["patch_window"] = PatchWindow(*workload["patch_window"])
+    workload["shape"] = tuple([tuple(map(tuple, call)) for call in workload.get("shape", ())])
+    return FlopCount(**note["count"]), Workload(**workload)

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from flopmeter.config import MonitorConfig
 from flopmeter.errors import ConfigError
-from flopmeter.monitor.live_run import MAX_FAILURES, LiveRun
-from flopmeter.monitor.ranks import seen_from_here
+from flopmeter.monitor.live_run import MAX_FAILURES, LiveRun, seen_from_here
 from flopmeter.monitor.step_record import Log
 from flopmeter.record import write_training_log
 from flopmeter.schema import PHASES

@@ -168,7 +168,7 @@ class Worker:
         """Items lost because the queue was full."""
         self.cpu_s = 0.0
         """CPU time of this thread: it holds the interpreter while it works."""
-        self._writer = writer
+        self.writer = writer
         self._sinks: list[SinkThread] = []
         self._digest, self._end_batch = digest, end_batch
         self._flush_every = flush_every
@@ -225,16 +225,6 @@ class Worker:
     def own_cpu_s(self) -> float:
         """CPU time of all threads of ours."""
         return self.cpu_s + sum(sink.cpu_s for sink in self._sinks)
-
-    @property
-    def has_record(self) -> bool:
-        """Whether there is a run file that can be read back."""
-        return self._writer.has_file
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the run file is another process's."""
-        return self._writer.is_refused
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that was handed over is on disk; False when it takes too long."""
@@ -311,7 +301,7 @@ class Worker:
             self._thread.join(PAGES_TIMEOUT_S)
         else:
             self._then = None
-            logger.warning("the run file %s: the disk does not answer, its end is left behind", self._writer.path)
+            logger.warning("the run file %s: the disk does not answer, its end is left behind", self.writer.path)
         for sink in self._sinks:
             if not sink.close(CLOSE_TIMEOUT_S):
                 logger.warning("the sink %s does not answer and is left behind", sink.name)
@@ -336,7 +326,7 @@ class Worker:
             is_asked = bool(self._jobs)
             if (num_unflushed and is_full) or is_closing or is_asked:
                 self._is_writing = True
-                self._writer.flush()
+                self.writer.flush()
                 self._is_writing = False
                 num_unflushed, last_flush_s = 0, now_s
                 self._num_in_hand = 0
@@ -353,7 +343,7 @@ class Worker:
                 self._wake.clear()
 
     def _end(self) -> None:
-        self._writer.close()
+        self.writer.close()
         self._is_written.set()
         if self._then is not None:
             try:
@@ -364,12 +354,12 @@ class Worker:
     def _deliver(self, item: Any, logs: dict[str, list[tuple[int, Mapping[str, float]]]]) -> Delivery | None:
         """Write an item, and collect what is due to the sinks that do not show every step."""
         if isinstance(item, Mapping):
-            self._writer.write(item)
+            self.writer.write(item)
             return None
         delivery = self._digest(item)
         for line in delivery.before:
-            self._writer.write(line)
-        self._writer.write(delivery.line)
+            self.writer.write(line)
+        self.writer.write(delivery.line)
         if not self._sinks:
             return None
         with suppress(Exception):  # a step that the user numbered with something else: the last one does
@@ -378,10 +368,11 @@ class Worker:
         metrics: Mapping[str, float] | None = None
         for sink in self._sinks:
             if not sink.takes_every_step and sink.name not in delivery.skipped_sinks:
-                metrics = self._numbers(delivery.metrics) if metrics is None else metrics
+                if metrics is None:
+                    metrics = self._numbers(delivery.metrics() if delivery.metrics is not None else None)
                 if metrics and sink.has_time_for(metrics):
                     logs.setdefault(sink.name, []).append((self._last_step, metrics))
-        return delivery if delivery.has_metrics else None
+        return delivery if delivery.all_metrics is not None else None
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> Mapping[str, float]:
         """The door to all sinks: what is no number, or has no name, stays outside, with one warning."""
@@ -412,7 +403,7 @@ class Worker:
         """Memory, power and the workers' CPU time, at a slow rate."""
         metrics = self._sample() if self._sample is not None else {}
         if metrics:
-            self._writer.write({"kind": "event", "event": "resources", "time": time.time(), "metrics": metrics})
+            self.writer.write({"kind": "event", "event": "resources", "time": time.time(), "metrics": metrics})
             for sink in self._sinks:
                 if not sink.takes_every_step and not self._is_closing:  # what is logged last is a step
                     sink.log([(self._last_step, metrics)])
@@ -436,7 +427,7 @@ class Worker:
                     if self._num_unrecorded == 1:
                         message = f"a step was not recorded: {type(error).__name__}: {error}"
                         logger.warning("%s", message)
-                        self._writer.write({"kind": "event", "event": "warning", "message": message})
+                        self.writer.write({"kind": "event", "event": "warning", "message": message})
             self._end_batch()
             num_lines += num_items
             if self.used is not None and (lent := [item for item in items if getattr(item, "has_copies", False)]):
@@ -446,9 +437,9 @@ class Worker:
         for sink in self._sinks:
             if sink.name in logs:
                 sink.log(logs[sink.name])
-        if newest is not None and any(sink.takes_every_step for sink in self._sinks):
+        if newest is not None and newest.all_metrics is not None and any(sink.takes_every_step for sink in self._sinks):
             try:
-                shown = self._numbers(newest.all_metrics)
+                shown = self._numbers(newest.all_metrics())
             except Exception as error:  # noqa: BLE001 - as above
                 logger.warning("a step was not shown: %s: %s", type(error).__name__, error)
                 return num_lines

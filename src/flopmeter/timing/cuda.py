@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from flopmeter.hook_hiding import replace_attribute
 from flopmeter.schema import PHASES
 from flopmeter.timing.events import DeviceTimeline, EventSource, has_one_connection
 from flopmeter.torch_compat import FSDP2_WAITS
@@ -126,7 +127,7 @@ class ShardedWaits:
             logger.info("waits of FSDP2 are not measured: %s", error)
             return
         for (owner, name), make, original in zip(owners, makers, originals, strict=True):
-            self._patch(owner, name, make(original), original)
+            self._undo.append(replace_attribute(owner, name, make(original)))
 
     def detach(self) -> None:
         """Take everything away again. Safe to call twice."""
@@ -213,15 +214,6 @@ class ShardedWaits:
         if self._num_marks % 2 == 0:
             self._phases.append(self._phase())
         self._num_marks += 1
-
-    def _patch(self, owner: Any, name: str, waiting: Callable[[Any], Any], original: Callable[[Any], Any]) -> None:
-        setattr(owner, name, waiting)
-
-        def undo() -> None:
-            if getattr(owner, name) is waiting:
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
 
     def _switch_off(self, error: Exception) -> None:
         self._is_sampling = self._is_whole = False
