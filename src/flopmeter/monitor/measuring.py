@@ -50,7 +50,7 @@ INEXACT = (
 UNSEEN = (
     "FLOPs of the steps are unknown: they differ, and the loop does not call the model itself, which would tell why"
 )
-_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out", "workload")
+_BULKY = ("by_op", "by_module", "uncounted", "formula", "left_out", "workload", "needs")
 """What a prediction does not need: it would be most of the note."""
 _FIELDS = (
     "model_flop", "forward_flop", "backward_flop", "recompute_flop", "optimizer_flop", "hardware_flop", "by_dtype",
