@@ -212,11 +212,12 @@ def judge(recipe: Recipe, programs: Path, work: Path, **how: bool) -> dict[str, 
     ours = run(recipe, "ours", programs, work, **how)
     if -9 in (plain.exit_code, ours.exit_code):
         raise TimeoutError(f"it took longer than {TIMEOUT_S} s")
+    in_order = sorted if recipe.ranks > 1 else list  # ranks print as they come
     row: dict[str, Any] = {
         "name": recipe.name, "commit": commit(recipe, programs), "kind": recipe.kind, "chosen": recipe.chosen,
         "fault_put_in": recipe.has_fault, "truth": recipe.truth, "right": sorted(recipe.right),
         "exit_code": ours.exit_code, "same_exit_code": plain.exit_code == ours.exit_code,
-        "same_losses": plain.losses == ours.losses and bool(plain.losses), "num_losses": len(plain.losses),
+        "same_losses": in_order(plain.losses) == in_order(ours.losses) != [], "num_losses": len(plain.losses),
         "steps": plain.num_steps, "steps_with_us": ours.num_steps, "verdict": "", "judged": "not judged",
         "waited": plain.waited, "waited_with_us": ours.waited, "is_starved": False,
         "step_s": plain.step_s, "step_s_with_us": ours.step_s,

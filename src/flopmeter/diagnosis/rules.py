@@ -127,10 +127,15 @@ OPERATOR_S = 7.5e-6
 """What an eager operator on a CPU takes before it computes: dispatch, autograd, memory. Set on the demo's GPT."""
 
 
+MUCH_FIXED, SURELY_FIXED = 0.2, 0.1
+"""Share of the time from which on the fixed cost of a step is a finding, and how much of it must be sure, where chance
+may have put the rest of it into the gaps."""
+
+
 def kernel_launch(e: Evidence, rule: Rule) -> Finding | None:
     """A high fixed cost a step."""
     e.share("launch_gaps")
-    gap_s = max(e.launching_s - e.sync_gap_s - e.chance_s("launch_gaps"), 0.0)
+    gap_s = max(e.launching_s - e.sync_gap_s, 0.0)
     update_s = e.seconds_or_zero("optimizer") if e.facts.optimizer in LIGHT_OPTIMIZERS else 0.0
     found = [f"nothing runs for {e.percent(gap_s)} of the time, while the host prepares operators"]
     if update_s:
@@ -141,8 +146,12 @@ def kernel_launch(e: Evidence, rule: Rule) -> Finding | None:
     told = [verdict for verdict in verdicts if verdict.get("bound") in ("host", "device")]
     if told and told[-1].get("bound") == "host":
         found.append(clean(told[-1].get("reason")))
+    fixed_s = gap_s + _starting_s(e) + update_s
+    if fixed_s < MUCH_FIXED * e.wall_s:
+        return None
     title = "each step does too little work: {} of the time is the fixed cost of a step"
-    return e.finding(rule, title, gap_s + _starting_s(e) + update_s, found, saved=(0.5, 15 / 16, 1.0))
+    sure_s = fixed_s - min(e.chance_s("launch_gaps"), gap_s)
+    return e.finding(rule, title, sure_s, found, saved=(0.5, 15 / 16, 1.0))
 
 
 def _starting_s(e: Evidence) -> float:
@@ -627,7 +636,7 @@ _RULES = (
     Rule(name="host_sync", look=host_sync, parts=("launch_gaps", "non_matmul", "own_code"), threshold=0.02),
     Rule(name="impossible_mfu", look=impossible_mfu),
     # Operators that are too small spend their time on being started.
-    Rule(name="kernel_launch", look=kernel_launch, parts=_STARTING, threshold=0.2, explains=("memory_bound",)),
+    Rule(name="kernel_launch", look=kernel_launch, parts=_STARTING, threshold=SURELY_FIXED, explains=("memory_bound",)),
     Rule(name="memory_bound", look=memory_bound, parts=("non_matmul",), threshold=SURELY_MOVED),
     Rule(name="optimizer_heavy", look=optimizer_heavy, parts=("optimizer",), leads_from=_WANTED),
     Rule(name="own_code", look=own_code, parts=("own_code",), threshold=0.1, leads_from=_WANTED),
