@@ -172,6 +172,18 @@ def test_ctrl_c_leaves_a_result_and_no_process(program: Path) -> None:
     assert left == []
 
 
+def test_ctrl_c_in_the_first_look_is_one_line(program: Path) -> None:
+    process = started(program, "-o", "runs/d", "train.py")
+    until_s = time.monotonic() + 100
+    while not list((program / "runs" / "d" / "trials").glob("01-*/output*")) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    line = "flopmeter: stopped before the unchanged program was measured: nothing was tried"
+    assert err.strip().splitlines()[-1] == line
+
+
 # Gains
 
 
