@@ -19,10 +19,10 @@ import torch
 
 from flopmeter.diagnosis import Gain
 from flopmeter.errors import ConfigError, RecordError
-from flopmeter.trials import Row, Tried, read_tried
+from flopmeter.trials import NOTHING_SEEN, Row, Tried, read_tried
 from flopmeter.trials.candidates import CANDIDATES, load_candidates
 from flopmeter.trials.judging import judge_losses, judge_memory, process_gain, settle, switched_gain
-from flopmeter.trials.processes import _copy, files_of, may_copy
+from flopmeter.trials.processes import Ended, _copy, files_of, may_copy
 from flopmeter.trials.rounds import Job, Trials, headline
 
 PROGRAM = Path(__file__).parent / "programs" / "tried.py"
@@ -252,6 +252,24 @@ def test_a_plan_asks_for_no_more_steps_than_the_program_has(name: str) -> None:
             plan = trials._plan(Job(name, (CANDIDATES[name],)))["plan"]
             assert 2 + sum(block["steps"] for block in plan) <= num_steps  # two come before the first block
             assert sum(block["on"] == [] and block["kind"] == "timed" for block in plan) >= 2
+
+
+def test_of_changes_that_share_a_process_only_the_one_that_was_on_has_failed() -> None:
+    """Where a start takes as long as the budget, two changes share one; the second fails when it is switched on."""
+    blocks = [{"on": on, "kind": "timed", "seconds": [0.1], "waited": [0.0]} for on in ([], ["bf16"], [], ["compile"])]
+    rank = {**NOTHING_SEEN, "blocks": blocks, "error": "RuntimeError: no such kernel"}
+    launcher: Any = SimpleNamespace(
+        program=["train.py"], candidates="", run=lambda name, timeout_s, plan: Ended([rank], 0, "", 1.0)
+    )
+    trials = Trials(launcher, 600.0, (), False, 1, lambda what, done: None, lambda line: None)
+    trials.tried.step_s, trials.tried.startup_s = 0.1, 200.0
+    trials._jobs = [Job(name, (CANDIDATES[name],)) for name in ("bf16", "compile")]
+    (shared,) = trials._joined(trials._jobs)
+    trials._round(0, [shared])
+    rows = [job.row for job in trials._jobs]
+    assert [row.outcome for row in rows] == ["not measured", "failed"]
+    assert rows[0].reason == "the process that all changes shared ended: RuntimeError: no such kernel"
+    assert rows[1].reason == "RuntimeError: no such kernel"
 
 
 # Harm
