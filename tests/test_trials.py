@@ -21,7 +21,7 @@ from flopmeter.diagnosis import Gain
 from flopmeter.errors import ConfigError, RecordError
 from flopmeter.trials import NOTHING_SEEN, Row, Tried, read_tried
 from flopmeter.trials.candidates import CANDIDATES, load_candidates
-from flopmeter.trials.judging import judge_losses, judge_memory, process_gain, settle, switched_gain
+from flopmeter.trials.judging import judge_losses, judge_memory, must_be_wall, process_gain, settle, switched_gain
 from flopmeter.trials.processes import Ended, _copy, files_of, may_copy
 from flopmeter.trials.rounds import Job, Trials, headline
 
@@ -208,6 +208,37 @@ def test_one_disturbed_block_does_not_move_a_switched_gain() -> None:
     gain = switched_gain([{"blocks": blocks}], ["x"], 1.0)
     assert gain is not None
     assert gain.expected == pytest.approx(1.0, abs=0.05)
+
+
+def test_waits_for_a_core_are_left_out_where_one_thread_works() -> None:
+    """1 s without and 0.5 s with it is twice as fast; in every other pair the core is held for 3 s a step."""
+    blocks = []
+    for place in range(21):
+        own_s, waited_s = 0.5 if place % 2 else 1.0, 3.0 * (place % 4 < 2)
+        one = block([own_s + waited_s] * 4, on=("x",) if place % 2 else ())
+        blocks.append(one | {"waited": [waited_s] * 4})
+    seen: dict[str, Any] = {"blocks": blocks, "facts": {"device": "cpu"}}
+    gain = switched_gain([seen], ["x"], 1.0)
+    assert gain is not None
+    assert gain.expected == pytest.approx(1.0)
+    idle = switched_gain([{"blocks": [one | {"waited": [0.0] * 4} for one in blocks]}], ["x"], 1.0, is_wall=True)
+    assert idle is not None
+    assert idle.expected != pytest.approx(1.0, abs=0.1)
+    assert not must_be_wall([seen])
+    assert must_be_wall([seen | {"facts": {"device": "cuda"}}])  # a wait may be hidden behind the device
+    # The thread works for 0.75 s a step; others of the program do a twentieth of that, and may wait, too.
+    assert must_be_wall([seen | {"blocks": [one | {"others_cpu_s": 4 * 0.05 * 0.75} for one in blocks]}])
+
+
+def test_an_interval_is_wider_on_a_busy_machine() -> None:
+    widths = []
+    for waited_s in (0.0, 9.0):  # of 10 s
+        blocks = [block([1.0 + waited_s] * 4, on=("x",) if place % 2 else ()) for place in range(21)]
+        gain = switched_gain([{"blocks": [one | {"waited": [waited_s] * 4} for one in blocks]}], ["x"], 1.0)
+        assert gain is not None
+        assert gain.expected == pytest.approx(0.0)
+        widths.append(gain.high - gain.low)
+    assert widths[1] > 2 * widths[0] > 0
 
 
 def test_a_larger_batch_counts_by_the_sample() -> None:
