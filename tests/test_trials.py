@@ -19,10 +19,10 @@ import torch
 
 from flopmeter.diagnosis import Gain
 from flopmeter.errors import ConfigError, RecordError
-from flopmeter.trials import Row, Tried, read_tried
+from flopmeter.trials import NOTHING_SEEN, Row, Tried, read_tried
 from flopmeter.trials.candidates import CANDIDATES, load_candidates
-from flopmeter.trials.judging import judge_losses, judge_memory, process_gain, settle, switched_gain
-from flopmeter.trials.processes import _copy, files_of, may_copy
+from flopmeter.trials.judging import judge_losses, judge_memory, must_be_wall, process_gain, settle, switched_gain
+from flopmeter.trials.processes import Ended, _copy, files_of, may_copy
 from flopmeter.trials.rounds import Job, Trials, headline
 
 PROGRAM = Path(__file__).parent / "programs" / "tried.py"
@@ -172,6 +172,18 @@ def test_ctrl_c_leaves_a_result_and_no_process(program: Path) -> None:
     assert left == []
 
 
+def test_ctrl_c_in_the_first_look_is_one_line(program: Path) -> None:
+    process = started(program, "-o", "runs/d", "train.py")
+    until_s = time.monotonic() + 100
+    while not list((program / "runs" / "d" / "trials").glob("01-*/output*")) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    line = "flopmeter: stopped before the unchanged program was measured: nothing was tried"
+    assert err.strip().splitlines()[-1] == line
+
+
 # Gains
 
 
@@ -196,6 +208,37 @@ def test_one_disturbed_block_does_not_move_a_switched_gain() -> None:
     gain = switched_gain([{"blocks": blocks}], ["x"], 1.0)
     assert gain is not None
     assert gain.expected == pytest.approx(1.0, abs=0.05)
+
+
+def test_waits_for_a_core_are_left_out_where_one_thread_works() -> None:
+    """1 s without and 0.5 s with it is twice as fast; in every other pair the core is held for 3 s a step."""
+    blocks = []
+    for place in range(21):
+        own_s, waited_s = 0.5 if place % 2 else 1.0, 3.0 * (place % 4 < 2)
+        one = block([own_s + waited_s] * 4, on=("x",) if place % 2 else ())
+        blocks.append(one | {"waited": [waited_s] * 4})
+    seen: dict[str, Any] = {"blocks": blocks, "facts": {"device": "cpu"}}
+    gain = switched_gain([seen], ["x"], 1.0)
+    assert gain is not None
+    assert gain.expected == pytest.approx(1.0)
+    idle = switched_gain([{"blocks": [one | {"waited": [0.0] * 4} for one in blocks]}], ["x"], 1.0, is_wall=True)
+    assert idle is not None
+    assert idle.expected != pytest.approx(1.0, abs=0.1)
+    assert not must_be_wall([seen])
+    assert must_be_wall([seen | {"facts": {"device": "cuda"}}])  # a wait may be hidden behind the device
+    # The thread works for 0.75 s a step; others of the program do a twentieth of that, and may wait, too.
+    assert must_be_wall([seen | {"blocks": [one | {"others_cpu_s": 4 * 0.05 * 0.75} for one in blocks]}])
+
+
+def test_an_interval_is_wider_on_a_busy_machine() -> None:
+    widths = []
+    for waited_s in (0.0, 9.0):  # of 10 s
+        blocks = [block([1.0 + waited_s] * 4, on=("x",) if place % 2 else ()) for place in range(21)]
+        gain = switched_gain([{"blocks": [one | {"waited": [waited_s] * 4} for one in blocks]}], ["x"], 1.0)
+        assert gain is not None
+        assert gain.expected == pytest.approx(0.0)
+        widths.append(gain.high - gain.low)
+    assert widths[1] > 2 * widths[0] > 0
 
 
 def test_a_larger_batch_counts_by_the_sample() -> None:
@@ -240,6 +283,24 @@ def test_a_plan_asks_for_no_more_steps_than_the_program_has(name: str) -> None:
             plan = trials._plan(Job(name, (CANDIDATES[name],)))["plan"]
             assert 2 + sum(block["steps"] for block in plan) <= num_steps  # two come before the first block
             assert sum(block["on"] == [] and block["kind"] == "timed" for block in plan) >= 2
+
+
+def test_of_changes_that_share_a_process_only_the_one_that_was_on_has_failed() -> None:
+    """Where a start takes as long as the budget, two changes share one; the second fails when it is switched on."""
+    blocks = [{"on": on, "kind": "timed", "seconds": [0.1], "waited": [0.0]} for on in ([], ["bf16"], [], ["compile"])]
+    rank = {**NOTHING_SEEN, "blocks": blocks, "error": "RuntimeError: no such kernel"}
+    launcher: Any = SimpleNamespace(
+        program=["train.py"], candidates="", run=lambda name, timeout_s, plan: Ended([rank], 0, "", 1.0)
+    )
+    trials = Trials(launcher, 600.0, (), False, 1, lambda what, done: None, lambda line: None)
+    trials.tried.step_s, trials.tried.startup_s = 0.1, 200.0
+    trials._jobs = [Job(name, (CANDIDATES[name],)) for name in ("bf16", "compile")]
+    (shared,) = trials._joined(trials._jobs)
+    trials._round(0, [shared])
+    rows = [job.row for job in trials._jobs]
+    assert [row.outcome for row in rows] == ["not measured", "failed"]
+    assert rows[0].reason == "the process that all changes shared ended: RuntimeError: no such kernel"
+    assert rows[1].reason == "RuntimeError: no such kernel"
 
 
 # Harm

@@ -107,7 +107,8 @@ def command(
         except KeyboardInterrupt:
             is_stopped = True
             if trials.tried.step_s is None:
-                raise
+                talk.print("flopmeter: stopped before the unchanged program was measured: nothing was tried")
+                raise typer.Exit(130) from None
     with suppress(RecordError):  # a program that left no record
         leave_report(load_run(folder))
     if as_json:

@@ -254,12 +254,12 @@ class Trial:
             self.seen["is_whole"] = True
             self._end()
         block = self._plan[self._block]
+        self.seen["blocks"].append({"on": block["on"], "kind": block["kind"], "seconds": [], "waited": []})
         for name in [name for name in self._on if name not in block["on"]]:
             next(self._on.pop(name), None)  # to its end
         for name in block["on"]:
             if name not in self._on:
                 self._switch_on(name)
-        self.seen["blocks"].append({"on": block["on"], "kind": block["kind"], "seconds": [], "waited": []})
         if self.device != "cpu":
             getattr(torch, self.device).synchronize()
             getattr(torch, self.device).reset_peak_memory_stats()

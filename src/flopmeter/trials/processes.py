@@ -62,9 +62,11 @@ def files_of(folder: Path, besides: Path) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _is_left_out(Path(place) / name, besides)]
-        for path in (Path(place) / name for name in names if len(found) < MAX_COPIED_FILES):
+        for path in (Path(place) / name for name in names):
             with suppress(OSError):
                 found[str(path.relative_to(folder))] = (path.stat().st_size, path.stat().st_mtime_ns)
+        if len(found) >= MAX_COPIED_FILES:  # looked at no further than that
+            break
     return found
 
 

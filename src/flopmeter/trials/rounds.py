@@ -337,8 +337,13 @@ class Trials:
             elif job is self._unchanged:
                 self.tried.notes.append(f"the unchanged program failed in round {turn + 1}: {_why(done)}")
             else:
+                reached = done.seen["blocks"][-1]["on"] if job.parts and done.seen["blocks"] else job.on
                 for one in job.parts or (job,):
-                    one.row.outcome, one.row.reason = "not measured" if is_late else "failed", _why(done)
+                    is_own = one.on == reached
+                    one.row.outcome = "failed" if is_own and not is_late else "not measured"
+                    one.row.reason = (
+                        _why(done) if is_own else f"the process that all changes shared ended: {_why(done)}"
+                    )
             self._judge()
         return True
 
@@ -393,7 +398,7 @@ class Trials:
             note for is_so, note in (
                 (waited > BUSY, "the machine was busy: the training thread waited for a core for "
                  f"{percent(waited)} of the time, which is left out of the times"
-                 f"{f', but not for {walls}: there others of the program work, too' if walls else ''}"),
+                 f"{f', but not for {walls}, where more than that thread works' if walls else ''}"),
                 (not launcher.is_copied, f"{launcher.folder} is too large to be copied: the program ran in it"),
                 (saved, f"what the program saves elsewhere went into the trials' folders: {_few(saved)}"),
                 (changed, f"{plural(len(changed), 'file')} of {launcher.folder} changed meanwhile: {_few(changed)}"),
