@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import typer
 
 from flopmeter import __version__
 from flopmeter.cli import build_app
@@ -34,6 +38,39 @@ def test_every_command_has_a_help_text_with_an_example() -> None:
         assert answer.returncode == 0
         assert f"flopmeter {name}" in answer.stdout.replace("Usage: flopmeter", "")
         assert "Example" in answer.stdout
+
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [ROOT / "src/flopmeter/SKILL.md", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+CALL = re.compile(r"^(?:\$ )?(?:flopmeter|.*-m flopmeter) +([a-z].*)$", re.M)
+
+
+def calls_of(page: Path) -> list[list[str]]:
+    """What the blocks of a page call `flopmeter` with, up to a pipe, a redirection or a comment."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    shown = "\n".join(block for language, block in fenced if language in ("", "bash", "console", "sh"))
+    found = []
+    for call in CALL.findall(shown.replace("\\\n", " ")):
+        words = shlex.shlex(call, posix=True, punctuation_chars="|&;<>")
+        words.whitespace_split = True
+        found.append(list(takewhile(lambda word: not set(word) <= set("|&;<>"), words)))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if calls_of(page)], ids=lambda page: page.stem)
+def test_the_command_line_takes_every_call_that_a_page_shows(page: Path) -> None:
+    known = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
+    for name, *arguments in calls_of(page):
+        known[name].make_context(name, arguments)  # raises on what it does not take; nothing is run
+
+
+def test_a_call_that_the_command_line_does_not_take_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\npython -m flopmeter run a.py \\\n  -o x > y\nflopmeter peak --lst 'a > b' # all\n```\n")
+    assert calls_of(page) == [["run", "a.py", "-o", "x"], ["peak", "--lst", "a > b"]]
+    known = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
+    with pytest.raises(typer.TyperException):
+        known["peak"].make_context("peak", ["--lst"])
 
 
 def test_the_version_is_printed() -> None:
