@@ -131,7 +131,7 @@ def _count(question: _Question) -> dict[str, Any]:
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "model_flop": count.model_flop,
         "flop_per_token": count.model_flop / num_tokens if num_tokens else None,
-        **asdict(count),
+        **{name: value for name, value in asdict(count).items() if name != "needs"},
         "formula": count.formula,
         "tokens": num_tokens,
         "seconds": time.perf_counter() - start_s,
