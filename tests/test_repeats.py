@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flopmeter.flops.observe import observe
 
@@ -59,6 +60,17 @@ def test_only_what_is_made_twice_is_recomputation(function: type[Plain], repeats
     assert (count.forward_flop, count.backward_flop) == (product, 2 * product)
     assert count.recompute_flop == repeats * product
     assert count.hardware_flop == (3 + repeats) * product
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_repeat_inside_of_a_checkpoint_is_recomputation_too(reentrant: bool) -> None:
+    model = Model(Chunked, OUT)
+    with observe(model) as observed:
+        loss = checkpoint(model, torch.ones(ROWS, WIDTH, requires_grad=True), use_reentrant=reentrant)
+        (2 * loss).backward()
+    count = observed.result()
+    # The checkpoint's second run and the function's own one.
+    assert (count.forward_flop, count.backward_flop, count.recompute_flop) == (PRODUCT, 2 * PRODUCT, 2 * PRODUCT)
 
 
 def test_a_reference_pass_without_gradients_does_not_hide_a_repeat() -> None:

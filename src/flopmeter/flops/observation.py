@@ -370,7 +370,7 @@ class Observation:
         """
         if not isinstance(work, Work) or torch.is_grad_enabled():
             return
-        if phase in ("forward", "side"):
+        if phase in ("forward", "side", "recompute"):  # a reentrant checkpoint's second run makes the function's node
             self._products_once[sequence_nr() - 1, work.full] += 1
         elif isinstance(node, BackwardCFunction) and type(node).__name__ != COMPILED:  # in a backward pass
             self._products_again[node._sequence_nr(), work.full].append(len(self.calls))
