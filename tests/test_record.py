@@ -859,9 +859,10 @@ def test_a_step_of_a_text_model_with_all_that_its_loop_tells_takes_at_most_200_b
     row = [1, *times_ns, 2, 16384, 16384, 67112960, 134225920, 134225920]
     assert dict(zip(ROW_NAMES, row, strict=False))["pairs_run"] == 134225920
     told = {"training/loss": 2.345678, "training/lr": 0.0003, "training/epoch": 0, "training/grad_norm": 1.2345}
-    line = {"kind": "step", "step": 1_000_000, "time": 1795065115.969, "row": row, "metrics": told}
+    line: dict[str, Any] = {"kind": "step", "step": 1_000_000, "time": 1795065115.969, "row": row, "metrics": told}
     assert len(encode(without_names(line))) <= 200  # so that a million of them take 200 MB
-    assert len(encode(without_names(line | {"metrics": {}}))) <= 160  # without the loop's own numbers
+    del line["metrics"]
+    assert len(encode(without_names(line))) <= 160  # without the loop's own numbers
 
 
 def test_a_line_with_a_row_is_a_step_and_any_other_says_what_it_is(tmp_path: Path) -> None:

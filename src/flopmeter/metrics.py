@@ -251,7 +251,11 @@ def rates(step: Measured, num_steps: int = 1) -> dict[str, Any]:
 def utilisations(step: Measured, peaks: Mapping[str, float], num_steps: int = 1) -> dict[str, Any]:
     """What follows from a step's FLOPs and the peaks: NaN where a peak is missing. Never clipped."""
     per_s = _one_over(step.get("device_ns", step["ns"])) * 1e9
-    found = {key: _ideal_s(step[kind], peaks) * per_s for kind, key in FLOP.items() if kind in step}
+    found: dict[str, Any] = {}
+    for kind, key in FLOP.items():
+        if kind in step:
+            alike = next((FLOP[other] for other in FLOP if FLOP[other] in found and step[other] is step[kind]), None)
+            found[key] = found[alike] if alike else _ideal_s(step[kind], peaks) * per_s
     if "model_flop" in step:
         found["perf/mfu_percent"] = found["perf/mfu"] * 100
         found["perf/model_flop"] = sum(step["model_flop"].values()) / num_steps
@@ -347,7 +351,12 @@ def utilisation_columns(work: Columns, step_s: array[float], turns: Turns) -> Co
         for kind in FLOP:
             prefix = f"{ROW}{kind}/"
             dtypes = {key.removeprefix(prefix): key for key in work if key.startswith(prefix)}
-            if dtypes:
+            alike = [other for other in step if other in FLOP and all(
+                work.get(f"{ROW}{other}/{dtype}") is work[key] for dtype, key in dtypes.items()
+            ) and len(step[other]) == len(dtypes)]  # fmt: skip
+            if alike:
+                step[kind] = step[alike[0]]
+            elif dtypes:
                 step[kind] = _by_dtype({dtype: at(work[key], inside) for dtype, key in dtypes.items()})
         if DEVICE_NS in work:
             pairs = zip(work[DEVICE_NS][start:stop], step["ns"].values, strict=True)
