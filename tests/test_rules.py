@@ -544,6 +544,8 @@ class TestMemoryBound:
         chance_s = 2 * math.sqrt(0.8 * 0.23 * 0.77) * 0.010
         assert find("memory_bound", tmp_path, plan.but(waited_s=0.008)).lost == pytest.approx((0.023 - chance_s) / 0.1)
         assert look("memory_bound", tmp_path, plan.but(waited_s=0.010)) is None
+        gpu = plan.but(waited_s=0.010, device="cuda")  # whose kernels wait for no core
+        assert find("memory_bound", tmp_path, gpu).lost == pytest.approx(0.23)
 
     def test_matmuls_and_collectives_of_a_gpu_are_not_among_them(self, tmp_path: Path) -> None:
         kernels = ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNN", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "pow_kernel")

@@ -267,12 +267,14 @@ class Evidence:
         """By how much a sampled part may be off because the thread was off its core.
 
         Waits hit the operators of a sampled step by chance: of n of them, each of d seconds, n p d fall into a part
-        that takes the share p of the step, give or take twice d sqrt(n p (1 - p)).
+        that takes the share p of the step, give or take twice d sqrt(n p (1 - p)). Kernels of a GPU wait for no core.
         """
         share = min(max(self.share(part), 0.0), 1.0)
-        waited_s, longer = (self.sampled.waited_s, max(self.sampled.kept, 1.0)) if self.sampled else (0.0, 1.0)
-        chance_s = 2 * math.sqrt(waited_s * OFF_CORE_S * share * (1 - share))
-        return min(self.num_steps * longer * min(chance_s, waited_s), self.wall_s)
+        if self.sampled is None or self.is_gpu:
+            return 0.0
+        chance_s = 2 * math.sqrt(self.sampled.waited_s * OFF_CORE_S * share * (1 - share))
+        longest_s = min(chance_s, self.sampled.waited_s) * max(self.sampled.kept, 1.0)
+        return min(self.num_steps * longest_s, self.wall_s)
 
     def percent(self, seconds: float) -> str:
         """Seconds of the window as a share of the wall time, in words."""
