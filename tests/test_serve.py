@@ -113,7 +113,21 @@ def test_a_file_that_arrives_in_pieces_of_any_size_is_the_same_run(tmp_path: Pat
         assert run.skipped == expected.skipped == ["skipped line 8: not JSON"]
 
 
-def test_no_byte_is_read_twice(tmp_path: Path) -> None:
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes each piece had that was read; the places that are compared are no such piece."""
+    found, pread = [], os.pread
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        data = pread(descriptor, size, offset)
+        found.append(len(data) if size == tail_module.CHUNK_BYTES else 0)
+        return data
+
+    monkeypatch.setattr(tail_module.os, "pread", counted)
+    return found
+
+
+def test_no_byte_is_read_twice(tmp_path: Path, read_bytes: list[int]) -> None:
     path = write_run(tmp_path, run_lines([0.1] * 50, is_finished=False))
     tail = Tail(path)
     for number in range(51, 100):
@@ -121,7 +135,7 @@ def test_no_byte_is_read_twice(tmp_path: Path) -> None:
             file.write(encode(step_line(number, 0.1, STARTED_AT + number)))
         assert len(read_on(tail)["step"]) == number
         read_on(tail)
-    assert tail.num_bytes_read == path.stat().st_size
+    assert sum(read_bytes) == path.stat().st_size
 
 
 def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
@@ -277,10 +291,11 @@ def test_the_search_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(Runs(tmp_path).paths()) == 3
 
 
-def test_only_a_few_runs_are_kept_in_memory(tmp_path: Path) -> None:
+def test_only_a_few_runs_are_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "MAX_OPEN_RUNS", 2)
     for number in range(4):
         write_run(tmp_path / f"run{number}", run_lines([0.1]))
-    shelf = Runs(tmp_path, max_open_runs=2)
+    shelf = Runs(tmp_path)
     first, second, third, _ = shelf.paths()
     kept = shelf.open(first)
     shelf.open(second)
@@ -308,7 +323,9 @@ def test_what_was_made_of_a_run_is_made_again_only_when_it_changed(tmp_path: Pat
     assert shelf.open(name).made(count)[1] == 2
 
 
-def test_a_long_file_is_read_while_the_browser_is_told_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_read_while_the_browser_is_told_how_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: list[int]
+) -> None:
     path = write_run(tmp_path, run_lines([0.1] * 30))
     monkeypatch.setattr(tail_module, "LONG_BYTES", 1000)
     monkeypatch.setattr(tail_module, "PATIENCE_S", 0.01)
@@ -327,7 +344,7 @@ def test_a_long_file_is_read_while_the_browser_is_told_how_far(tmp_path: Path, m
     while opened.is_busy(look):
         continue
     assert opened.progress() == (path.stat().st_size, path.stat().st_size)
-    assert opened.num_bytes_read == path.stat().st_size
+    assert sum(read_bytes) == path.stat().st_size
 
 
 def test_a_short_file_and_a_long_one_that_is_no_run_keep_nobody_waiting(
@@ -360,6 +377,7 @@ def test_a_glance_at_a_long_file_reads_only_its_ends(tmp_path: Path) -> None:
     assert glance.last_step == 1200
     # Only the last steps are seen: 4e10 FLOP in 0.2 s of a peak of 1e12 FLOP/s.
     assert glance.mfu == pytest.approx(4e10 / 0.2 / 1e12)
+    assert glance.is_recent
     assert glance.what == "GPT · Test CPU"
     assert len(glance.recent_mfu) == 60
 
@@ -369,6 +387,7 @@ def test_the_summary_of_a_finished_run_speaks_for_all_of_it(tmp_path: Path) -> N
     lines[-1] |= {"metrics": {"perf/mfu": 0.123, "step_time_median_s": 7.0}}
     glance = look(write_run(tmp_path, lines))
     assert (glance.state, glance.mfu, glance.step_s) == ("finished", 0.123, 7.0)
+    assert not glance.is_recent
 
 
 @pytest.mark.parametrize(("step_s", "age_s", "state"), [(1, 30, "running"), (1, 70, "silent"), (60, 300, "running")])

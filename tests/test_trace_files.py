@@ -196,6 +196,14 @@ def damage(data: bytes, seed: int, num_bytes: int) -> bytes:
     return bytes(result)
 
 
+def test_arguments_that_are_no_text_cost_their_operator_only(tmp_path: Path) -> None:
+    path = tmp_path / "no_text.json"
+    path.write_bytes(made().text().encode().replace(b'"float"', b'"flo\xff"'))
+    trace = load_trace(path)
+    assert trace.ranks[0].counting.uncounted
+    assert trace.as_run().waterfall().parts
+
+
 FUZZ = settings(max_examples=150)
 
 

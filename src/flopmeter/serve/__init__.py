@@ -43,7 +43,6 @@ except ImportError:
 
 logger = logging.getLogger("flopmeter")
 
-DEFAULT_HOST = "127.0.0.1"
 MAX_COMPARED = 8
 SHORTEST_S, LONGEST_S = 2.0, 300.0
 """Between two questions of the browser: ten times what the answer took to make, within these bounds."""
@@ -58,7 +57,7 @@ class Part(Struct, frozen=True, kw_only=True):
     again_s: float = SHORTEST_S
 
 
-def make_app(root: Path, *, host: str = DEFAULT_HOST, token: str | None = None) -> Starlette:
+def make_app(root: Path, *, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
     """The application that shows the runs under `root`.
 
     Args:

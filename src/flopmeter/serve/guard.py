@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
+from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -18,8 +19,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flopmeter.report._page import asset, policy
-
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 HEADERS = {
     "Content-Security-Policy": f"{policy(is_live=True)}; frame-ancestors 'none'",
@@ -45,7 +44,8 @@ class Guard:
         self._app = app
         self._token = token
         self._is_local = is_loopback(host)
-        self._names = LOOPBACK_NAMES | {host.lower()} | (set() if self._is_local else {socket.gethostname().lower()})
+        others = set() if self._is_local else {socket.gethostname().lower()}
+        self._names = {"127.0.0.1", "localhost", "::1", host.lower()} | others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in the application's place, or let the request through and put our headers on the answer."""
@@ -77,11 +77,10 @@ class Guard:
         return self._check_token(request) if self._token is not None else None
 
     def _is_our_name(self, host: str) -> bool:
-        try:
+        with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").lower()
-        except ValueError:
-            return False
-        return name in self._names or (not self._is_local and _is_address(name))
+            return name in self._names or (not self._is_local and _is_address(name))
+        return False
 
     def _check_token(self, request: Request) -> Response | None:
         """None for a reader who has shown the token; a page that keeps it as a cookie when it came in the address."""
@@ -96,8 +95,8 @@ class Guard:
         shown = [bearer.strip() if scheme.lower() == "bearer" else "", request.cookies.get(cookie, "")]
         if any(map(self._is_token, shown)):
             return None
-        headers = {"WWW-Authenticate": "Bearer"}
-        return PlainTextResponse("a token is needed: open the address that flopmeter serve printed\n", 401, headers)
+        refusal = "a token is needed: open the address that flopmeter serve printed\n"
+        return PlainTextResponse(refusal, 401, {"WWW-Authenticate": "Bearer"})
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), (self._token or "").encode())
@@ -110,8 +109,6 @@ def is_loopback(host: str) -> bool:
 
 def _is_address(name: str) -> bool:
     """Whether it is a number and not a name: names can be pointed anywhere, numbers cannot."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False

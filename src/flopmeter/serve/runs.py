@@ -19,7 +19,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from flopmeter.columns import open_regular
+from flopmeter.columns import mapping, open_regular
 from flopmeter.errors import RecordError
 from flopmeter.metrics import summarise
 from flopmeter.record import Run
@@ -68,7 +68,8 @@ class Glance(Struct, frozen=True, kw_only=True):
     last_step: int | None = None
     """Number of the last step."""
     mfu: float | None = None
-    """Of the steady steps; of the last few of them while there is no summary."""
+    """Of the steady steps; of the last of them (`is_recent`) while there is no summary of a long run."""
+    is_recent: bool = False
     step_s: float | None = None
     """Median step time."""
     tokens_per_s: float | None = None
@@ -84,11 +85,10 @@ class Glance(Struct, frozen=True, kw_only=True):
 class Runs:
     """The runs of a folder."""
 
-    def __init__(self, root: Path, max_open_runs: int = MAX_OPEN_RUNS) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self.is_cut = False
         """Whether there is more below than was looked at."""
-        self._max_open_runs = max_open_runs
         self._lock = threading.Lock()
         self._paths: dict[str, Path] = {}
         self._good_until = 0.0
@@ -101,8 +101,7 @@ class Runs:
             now_s = time.monotonic()
             if now_s >= self._good_until:
                 self._paths = {name_of(path, self.root): path for path in self._search()}
-                done_s = time.monotonic()
-                self._good_until = done_s + max(FRESH_S, SEARCH_SHARE * (done_s - now_s))
+                self._good_until = time.monotonic() + max(FRESH_S, SEARCH_SHARE * (time.monotonic() - now_s))
             return self._paths
 
     def find(self, name: str) -> Path:
@@ -125,11 +124,9 @@ class Runs:
             if num_runs >= MAX_RUNS or num_folders > MAX_FOLDERS:
                 self.is_cut = True
                 return
-            try:
-                with os.scandir(folder) as entries:
-                    found = list(entries)
-            except OSError:
-                continue
+            found: list[os.DirEntry[str]] = []
+            with suppress(OSError), os.scandir(folder) as entries:
+                found = list(entries)
             if any(entry.name == RUN_FILE and entry.is_file(follow_symlinks=False) for entry in found):
                 num_runs += 1
                 yield folder / RUN_FILE
@@ -145,9 +142,9 @@ class Runs:
         found = {name: self._glance(name, path, now_s) for name, path in self.paths().items()}
         with self._lock:
             self._glances = found
-        shown = sorted((glance for _, glance in found.values()), key=lambda glance: glance.title)
         # Runs that go on stay in one order, however they take turns to write.
-        return sorted(shown, key=lambda glance: -math.inf if glance.state == "running" else -glance.updated_at)
+        shown = (glance for _, glance in found.values())
+        return sorted(shown, key=lambda of: (-math.inf if of.state == "running" else -of.updated_at, of.title))
 
     def _glance(self, name: str, path: Path, now_s: float) -> tuple[tuple[int, int, int], Glance]:
         key = (0, 0, 0)
@@ -181,7 +178,7 @@ class Runs:
             if name not in self._open:
                 self._open[name] = Tail(path, self.root)
             self._open.move_to_end(name)
-            while len(self._open) > self._max_open_runs:
+            while len(self._open) > MAX_OPEN_RUNS:
                 self._open.popitem(last=False)
             return self._open[name]
 
@@ -203,8 +200,8 @@ def glance_at(path: Path, root: Path, name: str, title: str, now_s: float) -> Gl
         reason = error.strerror if isinstance(error, OSError) else str(error).replace(str(path), "it")
         return Glance(name=name, title=title, state="unreadable", updated_at=updated_at, problem=clean(str(reason)))
     header, means = run.header, summarise(run.columns, run.steady_stretches())
-    if run.summary and isinstance(run.summary.get("metrics"), dict):
-        means |= {key: value for key, value in run.summary["metrics"].items() if number(value) is not None}
+    summary = mapping(mapping(run.summary).get("metrics"))
+    means |= {key: value for key, value in summary.items() if number(value) is not None}
     step_s = number(means.get("step_time_median_s"))
     is_silent = now_s - updated_at > max(SILENT_S, 10 * (step_s or 0.0))
     # The name that the peak was looked up by says more than `cpu`.
@@ -218,6 +215,7 @@ def glance_at(path: Path, root: Path, name: str, title: str, now_s: float) -> Gl
         what=" · ".join(filter(None, parts)),
         last_step=run.step[-1] if len(run) else None,
         mfu=number(means.get("perf/mfu")),
+        is_recent="perf/mfu" not in summary and status.st_size > TAIL_BYTES,
         step_s=step_s,
         tokens_per_s=number(means.get("perf/tokens_per_second")),
         loss=number(run.column("training/loss")[-1]) if len(run) else None,
@@ -236,5 +234,4 @@ def _ends(path: Path, descriptor: int, size: int) -> Run:
         lines = head.splitlines(keepends=True)
         first = [line for line in lines if line.endswith(b"\n") and b'"step":' not in line[:30]]
         last = last.partition(b"\n")[2]
-    whole = last.rpartition(b"\n")[0] + b"\n"
-    return RunReader(path).read(BytesIO(b"".join(first) + whole))
+    return RunReader(path).read(BytesIO(b"".join([*first, last.rpartition(b"\n")[0], b"\n"])))

@@ -36,8 +36,6 @@ class Tail:
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self._root = root or path.parent
-        self.num_bytes_read = 0
-        """In all, to show that nothing is read twice."""
         self._lock = threading.Lock()
         self._made: tuple[str, Any] = ("", None)
         self._first_look: threading.Thread | None = None
@@ -113,16 +111,12 @@ class Tail:
                 self._file_id = file_id
             if self._offset < status.st_size:
                 while chunk := os.pread(descriptor, CHUNK_BYTES, self._offset):
-                    self._take(chunk)
+                    self._offset += len(chunk)
+                    *lines, self._rest = (self._rest + chunk).split(b"\n")
+                    for line in lines:
+                        if not self._reader.take(line + b"\n") and self._reader.is_hopeless:
+                            raise RecordError("it is not a flopmeter run file: it has no header line")
+                    # Of an overlong line the beginning is enough for the reader to refuse it.
+                    self._rest = self._rest[: MAX_LINE_BYTES + 1]
                 self._seam = os.pread(descriptor, SEAM_BYTES, max(self._offset - SEAM_BYTES, 0))
                 self._reader.settle()
-
-    def _take(self, chunk: bytes) -> None:
-        self._offset += len(chunk)
-        self.num_bytes_read += len(chunk)
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            if not self._reader.take(line + b"\n") and self._reader.is_hopeless:
-                raise RecordError("it is not a flopmeter run file: it has no header line")
-        # Of an overlong line the beginning is enough for the reader to refuse it.
-        self._rest = self._rest[: MAX_LINE_BYTES + 1]

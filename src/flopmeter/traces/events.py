@@ -145,7 +145,8 @@ class Head(msgspec.Struct):
     base_time_ns: Any = msgspec.field(default=None, name="baseTimeNanoseconds")
 
 
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding may raise; a ValueError where text is no UTF-8."""
 _batch_decoder = msgspec.json.Decoder(list[TraceEvent], strict=False)
 _event_decoder = msgspec.json.Decoder(TraceEvent, strict=False)
 _head_decoder = msgspec.json.Decoder(Head)
@@ -198,7 +199,7 @@ class EventReader:
             if match := _LIST.search(self._buffer):
                 try:
                     self.head = _head_decoder.decode(self._buffer[: match.start()] + b'"":0}')
-                except _UNREADABLE:
+                except UNREADABLE:
                     self.problems.append("what stands before its events is damaged, so its device and rank are unknown")
                 self._buffer = self._buffer[match.end() :]
                 return
@@ -215,7 +216,7 @@ class EventReader:
             return None
         try:
             batch = _batch_decoder.decode(b"[" + self._buffer[: cut.start() + 1] + b"]")
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
         self._buffer = self._buffer[cut.end() - 1 :]
         return batch
@@ -224,7 +225,7 @@ class EventReader:
         """Events one by one, and whether the list was closed; an event that may go on is left in the buffer."""
         # Latin-1 gives each byte a character, so positions in both are the same; JSON's own signs are ASCII.
         text, position, batch = self._buffer.decode("latin-1"), 0, []
-        while (position := _end(_FILLING, text, position)) < len(text) and text[position] != "]":
+        while (position := next(_FILLING.finditer(text, position)).end()) < len(text) and text[position] != "]":
             try:
                 value, end = _scanner.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
@@ -232,7 +233,8 @@ class EventReader:
                     position = len(text) if self._is_over else position  # what is cut off at the end is lost
                     break
                 self.num_damaged += 1
-                position = _end(_BETWEEN_TEXT, text, max(position + 1, getattr(error, "pos", 0)), or_else=len(text))
+                following = _BETWEEN_TEXT.search(text, max(position + 1, getattr(error, "pos", 0)))
+                position = following.end() if following else len(text)
                 continue
             event = self._event(self._buffer[position:end], value)
             batch += [] if event is None else [event]
@@ -245,11 +247,11 @@ class EventReader:
         """The bytes are tried first: `value` was read as Latin-1, so its names may be off where they are not ASCII."""
         try:
             return _event_decoder.decode(raw)
-        except _UNREADABLE:
+        except UNREADABLE:
             pass
         try:
             return msgspec.convert(value, TraceEvent, strict=False)
-        except _UNREADABLE:
+        except UNREADABLE:
             self.num_damaged += 1
             return None
 
@@ -266,19 +268,11 @@ class EventReader:
             return
         try:
             found = _head_decoder.decode(b'{"":0' + tail)
-        except _UNREADABLE:
+        except UNREADABLE:
             self.problems.append("what follows its list of events cannot be read")
             return
         for field in Head.__struct_fields__:
             setattr(self.head, field, getattr(self.head, field) or getattr(found, field))
-
-
-def _end(pattern: re.Pattern[str], text: str, position: int, or_else: int | None = None) -> int:
-    match = pattern.match(text, position) if or_else is None else pattern.search(text, position)
-    if match is not None:
-        return match.end()
-    assert or_else is not None
-    return or_else
 
 
 def _may_go_on(error: Exception, text: str) -> bool:

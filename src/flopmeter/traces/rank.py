@@ -16,13 +16,12 @@ from flopmeter.devices.kernels import short_name
 from flopmeter.errors import FlopmeterError, TraceError
 from flopmeter.metrics import utilisation
 from flopmeter.profiling.recorded import Activity, Cover, FlopSums
+from flopmeter.record.reader import MIN_COVERAGE
 from flopmeter.text import percent
-from flopmeter.traces.events import EventReader, Head, trace_text
+from flopmeter.traces.events import UNREADABLE, EventReader, Head, trace_text
 from flopmeter.traces.steps import Counting, Host, StepWindow, TracedStep, count, find_windows, place, split
 from flopmeter.traces.timeline import MAX_EVENTS, Collector, DeviceEvents, Timeline
 
-MIN_COVERAGE = 0.97
-"""Below this share of the matrix work that was counted, MFU is not given."""
 MANY_LOST = 0.05
 """Share of idle time with work in the queue from which on it is worth a note."""
 MAX_TOP = 20
@@ -245,6 +244,6 @@ def _attention_length(shapes: bytes) -> int:
     """Side of the square of scores that a softmax was over; 0 when it was over none."""
     try:
         shape = msgspec.json.decode(shapes, type=list[list[int]])[0]
-    except (msgspec.MsgspecError, IndexError):
+    except (*UNREADABLE, IndexError):
         return 0
     return shape[-1] if len(shape) >= 3 and shape[-1] == shape[-2] >= MIN_ATTENTION_LENGTH else 0

@@ -19,7 +19,7 @@ import msgspec
 from flopmeter.devices.kernels import is_communication
 from flopmeter.flops.formulas import Formula, Work, find
 from flopmeter.profiling.recorded import NODE, Activity, Phase, Range, recorded_flop
-from flopmeter.traces.events import Args, TraceEvent
+from flopmeter.traces.events import UNREADABLE, Args, TraceEvent
 
 MAX_EVENTS = 20_000_000
 """Most events that are kept; about 2 GB."""
@@ -212,7 +212,7 @@ class Collector:
                 timeline.operators.append(operator)
                 timeline.has_values |= event.args is not None and bool(bytes(event.args.values))
         elif kind == "steps":
-            timeline.steps[_step_number(event.name)] = (start_us, end_us, thread)
+            timeline.steps[int(_STEP.findall(event.name)[0])] = (start_us, end_us, thread)
         else:
             getattr(timeline, kind).add(start_us, end_us, thread)
             if kind == "optimizer":
@@ -227,8 +227,8 @@ class Collector:
             self.timeline.optimizer_ops.add(name)
 
     def _device_annotation(self, event: TraceEvent, start_us: float, end_us: float) -> None:
-        if _STEP.search(event.name):
-            self.timeline.device_steps[_step_number(event.name)] = (start_us, end_us, -1)
+        if match := _STEP.search(event.name):
+            self.timeline.device_steps[int(match[1])] = (start_us, end_us, -1)
 
     def _thread(self, tid: Any) -> int:
         return self._threads.setdefault(tid, len(self._threads))
@@ -265,12 +265,6 @@ def _effect(name: str) -> Literal["waits", "kernel", "launches", "none"]:
     return "kernel" if "launchkernel" in name.lower() or "kernellaunch" in name.lower() else "launches"
 
 
-def _step_number(name: str) -> int:
-    match = _STEP.search(name)
-    assert match is not None
-    return int(match.group(1))
-
-
 def _integer(value: Any) -> int:
     if type(value) is int and 0 <= value < 1 << 62:
         return value
@@ -305,6 +299,6 @@ def _evaluate(op: str, *texts: bytes) -> tuple[Work | None, str]:
     assert formula is not None
     try:
         shapes, dtypes, values = (msgspec.json.decode(text or b"[]", type=list[Any]) for text in texts)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None, ""
     return recorded_flop(formula, shapes, dtypes, values + [""] * (len(shapes) - len(values)))

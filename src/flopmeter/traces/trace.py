@@ -18,9 +18,9 @@ from flopmeter.errors import TraceError
 from flopmeter.metrics import Measured, add_up, as_row
 from flopmeter.profiling.recorded import PARTS, UNSEEN_MASKS, Activity, FlopSums
 from flopmeter.record import Run
-from flopmeter.record.reader import RunReader
+from flopmeter.record.reader import MIN_COVERAGE, RunReader
 from flopmeter.schema import PHASES, SCHEMA_VERSION
-from flopmeter.traces.rank import MIN_COVERAGE, RankTrace, read_rank
+from flopmeter.traces.rank import RankTrace, read_rank
 from flopmeter.traces.steps import TracedStep
 
 MAX_RANKS_LISTED = 1024
@@ -39,7 +39,38 @@ class Trace:
 
     def as_run(self) -> Run:
         """The trace as if it had been a monitored run of these steps, for the waterfall, the rules and the report."""
-        return make_run(self)
+        first = self.ranks[0]
+        steps = [_JobStep(self, number) for number in self.numbers]
+        header = {
+            "kind": "header",
+            "schema": SCHEMA_VERSION,
+            "run_id": first.path.name,
+            "started_at": steps[0].end_s - steps[0].step_s,
+            "world_size": max(first.world_size or 1, len(self.ranks)),
+            "device": "cpu" if first.is_cpu else first.device,
+            "peak": {dtype: peak.as_record() for dtype, peak in first.peaks.items()},
+            "mode": "trace",
+            "convention": "exact",
+            "versions": {"flopmeter": __version__},
+        }
+        rows = (
+            {"kind": "step", "step": step.number, "time": step.end_s, "metrics": as_row(step.measured())}
+            for step in steps
+        )
+        last = steps[-1]
+        events = [
+            *(_event(step, "profile", **_profile(first, step, steps)) for step in steps),
+            _event(last, "count", **_count(steps, first)),
+            _event(last, "facts", **first.facts),
+            *([_event(last, "ranks", **_rank_statistics(self, steps))] if len(self.ranks) > 1 else []),
+            *(_event(last, "warning", message=note) for note in (*self.notes, first.mfu_reason) if note),
+        ]
+        reader = RunReader(first.path)
+        for line in (header, *rows, *events, {"kind": "summary", "num_steps": len(steps)}):
+            reader.put(line)
+        reader.settle()
+        reader.run.skipped.extend(self.notes)
+        return reader.run
 
 
 def load_trace(
@@ -76,41 +107,6 @@ def load_trace(
     if len({rank.device for rank in ranks}) > 1:
         notes.append(f"the ranks ran on different devices; peaks are those of {ordered[0].device}")
     return Trace(ranks=tuple(ordered), numbers=numbers, notes=tuple(notes))
-
-
-def make_run(trace: Trace) -> Run:
-    """The run that the trace could have been."""
-    first = trace.ranks[0]
-    steps = [_JobStep(trace, number) for number in trace.numbers]
-    header = {
-        "kind": "header",
-        "schema": SCHEMA_VERSION,
-        "run_id": first.path.name,
-        "started_at": steps[0].end_s - steps[0].step_s,
-        "world_size": max(first.world_size or 1, len(trace.ranks)),
-        "device": "cpu" if first.is_cpu else first.device,
-        "peak": {dtype: peak.as_record() for dtype, peak in first.peaks.items()},
-        "mode": "trace",
-        "convention": "exact",
-        "versions": {"flopmeter": __version__},
-    }
-    rows = (
-        {"kind": "step", "step": step.number, "time": step.end_s, "metrics": as_row(step.measured())} for step in steps
-    )
-    last = steps[-1]
-    events = [
-        *(_event(step, "profile", **_profile(first, step, steps)) for step in steps),
-        _event(last, "count", **_count(steps, first)),
-        _event(last, "facts", **first.facts),
-        *([_event(last, "ranks", **_rank_statistics(trace, steps))] if len(trace.ranks) > 1 else []),
-        *(_event(last, "warning", message=note) for note in (*trace.notes, first.mfu_reason) if note),
-    ]
-    reader = RunReader(first.path)
-    for line in (header, *rows, *events, {"kind": "summary", "num_steps": len(steps)}):
-        reader.put(line)
-    reader.settle()
-    reader.run.skipped.extend(trace.notes)
-    return reader.run
 
 
 class _JobStep:
