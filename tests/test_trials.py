@@ -55,7 +55,8 @@ def leaks(trial):
 
 def block(seconds: list[float], *, on: tuple[str, ...] = (), memory: float = 1e8, early: float = 1e8) -> dict[str, Any]:
     return {
-        "on": list(on), "kind": "timed", "seconds": seconds, "waited": [0.0] * len(seconds), "others_cpu_s": 0.0,
+        "on": list(on), "kind": "timed", "seconds": seconds, "waited": [0.0] * len(seconds),
+        "is_pause": [False] * len(seconds), "others_cpu_s": 0.0,
         "memory_bytes": memory, "early_bytes": early, "peak_bytes": memory,
     }  # fmt: skip
 
@@ -201,9 +202,7 @@ def test_a_change_that_is_switched_is_compared_with_the_blocks_around_it() -> No
 
 
 def test_one_disturbed_block_does_not_move_a_switched_gain() -> None:
-    blocks = [block([1.0, 1.0, 0.5 if place % 2 else 1.0], on=("x",) if place % 2 else ()) for place in range(21)]
-    for one in blocks:
-        one["seconds"] = [one["seconds"][-1]] * 4
+    blocks = [block([0.5 if place % 2 else 1.0] * 4, on=("x",) if place % 2 else ()) for place in range(21)]
     blocks[7]["seconds"] = [50.0] * 4
     gain = switched_gain([{"blocks": blocks}], ["x"], 1.0)
     assert gain is not None
@@ -228,6 +227,16 @@ def test_waits_for_a_core_are_left_out_where_one_thread_works() -> None:
     assert must_be_wall([seen | {"facts": {"device": "cuda"}}])  # a wait may be hidden behind the device
     # The thread works for 0.75 s a step; others of the program do a twentieth of that, and may wait, too.
     assert must_be_wall([seen | {"blocks": [one | {"others_cpu_s": 4 * 0.05 * 0.75} for one in blocks]}])
+
+
+def test_an_evaluation_in_a_block_belongs_to_neither_side() -> None:
+    """1 s without and 0.5 s with it; in one block without it the program evaluates for 300 s."""
+    blocks = [block([0.5 if place % 2 else 1.0] * 4, on=("x",) if place % 2 else ()) for place in range(21)]
+    blocks[4] |= {"seconds": [1.0, 1.0, 301.0, 1.0], "is_pause": [False, False, True, False]}
+    gain = switched_gain([{"blocks": blocks}], ["x"], 1.0)
+    assert gain is not None
+    assert gain.high < 1.1
+    assert gain.expected == pytest.approx(1.0)
 
 
 def test_an_interval_is_wider_on_a_busy_machine() -> None:

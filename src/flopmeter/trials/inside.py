@@ -72,6 +72,8 @@ class Trial:
         """What `nn.Module.compile` made, by the id of the module: it is made once, however often it is switched."""
         self.keeps_activations = False
         """Whether activation checkpoints do nothing."""
+        self.has_paused = False
+        """Whether the program has begun to evaluate, or has saved, since the last step."""
         self.place = Path(settings["place"])
         self._settings, self._plan = settings, settings["plan"]
         self._candidates = load_candidates(settings["candidates"])
@@ -127,6 +129,14 @@ class Trial:
             _redirect(self, safetensors.torch, "save_file")
             _redirect(self, safetensors.torch, "save_model")
         self.change_arguments(DataLoader, self._note_loader)
+        original = nn.Module.train
+
+        @wraps(original)
+        def train(module: nn.Module, mode: bool = True) -> nn.Module:
+            self.has_paused |= not mode  # to evaluate
+            return original(module, mode)
+
+        replace_attribute(nn.Module, "train", train)
         if self._settings["finds_models"]:
             self._stop_finding = self._follow_calls()
         atexit.register(self._at_exit)
@@ -226,6 +236,8 @@ class Trial:
         block = self.seen["blocks"][-1]
         block["seconds"].append(now_s - self._last_s)
         block["waited"].append(waited_s - self._waited_s)
+        block["is_pause"].append(self.has_paused)
+        self.has_paused = False
         self._last_s, self._waited_s = now_s, waited_s
         if len(block["seconds"]) == EARLY_STEPS:
             block["early_bytes"] = _memory(self.device)["memory_bytes"]
@@ -254,7 +266,9 @@ class Trial:
             self.seen["is_whole"] = True
             self._end()
         block = self._plan[self._block]
-        self.seen["blocks"].append({"on": block["on"], "kind": block["kind"], "seconds": [], "waited": []})
+        self.seen["blocks"].append(
+            {"on": block["on"], "kind": block["kind"], "seconds": [], "waited": [], "is_pause": []}
+        )
         for name in [name for name in self._on if name not in block["on"]]:
             next(self._on.pop(name), None)  # to its end
         for name in block["on"]:
@@ -450,6 +464,7 @@ def _redirect(trial: Trial, owner: Any, name: str) -> None:
 
     @wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
+        trial.has_paused = True
         args = tuple(_elsewhere(trial, value) if at == 1 else value for at, value in enumerate(args))
         return original(*args, **{key: _elsewhere(trial, v) if key in keys else v for key, v in kwargs.items()})
 

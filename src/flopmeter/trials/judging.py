@@ -43,9 +43,13 @@ one of them than the unchanged program in any."""
 
 
 def block_s(block: Mapping[str, Any], *, is_wall: bool = False) -> float:
-    """Mean time of a step in a block, its first ones left out; the training thread's waits for a core, too, or not."""
-    first = SETTLE if len(block["seconds"]) > SETTLE else 0
-    return fmean(block["seconds"][first:]) - (0.0 if is_wall else fmean(block["waited"][first:]))
+    """Mean time of a step in a block, its first ones left out; the training thread's waits for a core, too, or not.
+
+    Steps with a pause, to evaluate or to save, are left out where others are there.
+    """
+    steps = list(zip(block["seconds"], block["waited"], block["is_pause"], strict=True))
+    steps = [step for step in steps[SETTLE:] if not step[2]] or steps
+    return fmean(wall_s - (0.0 if is_wall else waited_s) for wall_s, waited_s, _ in steps)
 
 
 def must_be_wall(processes: Iterable[Mapping[str, Any]]) -> bool:
