@@ -30,7 +30,9 @@ from transformers import (
 )
 
 from flopmeter import ConfigError, Run, TrainingMonitor, count_flops, load_run
+from flopmeter.goodput import goodput
 from flopmeter.integrations.transformers import LOGGED, FlopmeterCallback
+from flopmeter.totals import totals
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -451,3 +453,45 @@ def test_the_reference_pass_of_preference_tuning_is_no_pause(tmp_path: Path) -> 
     run = load_run(tmp_path)
     assert len(run) == 6
     assert [event for event in run.events if event["event"] == "pause" and event["name"] != "flopmeter"] == []
+
+
+def test_what_grpo_does_besides_training_is_told_by_role_and_adds_up(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="the trainer is TRL's")
+    datasets = pytest.importorskip("datasets", reason="TRL takes datasets")
+
+    make_llama().save_pretrained(tmp_path / "model")  # TRL makes the reference from the same files
+    trainer = trl.GRPOTrainer(
+        str(tmp_path / "model"),
+        reward_funcs=lambda completions, **_: [float(len(text) % 5) for text in completions],
+        args=trl.GRPOConfig(
+            str(tmp_path), num_generations=2, max_completion_length=8, beta=0.1, **{**TRL_SETTINGS, "max_steps": 12}
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": f"w{i} w2 w3 w4"} for i in range(32)]),
+        processing_class=make_tokenizer(),
+        callbacks=[FlopmeterCallback(config=CONFIG)],
+    )
+    lengths: list[list[int]] = []
+
+    def remember(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            lengths.append(inputs["attention_mask"].sum(1).tolist())
+
+    trainer.model.register_forward_pre_hook(remember, with_kwargs=True)
+    trainer.train()
+    run = load_run(tmp_path)
+    assert list(run.step) == list(range(1, 13))
+    assert tokens_per_step(run) == [sum(row) for row in lengths]
+    # The head is asked for all tokens but the last place of a row; TRL computes it in its loss.
+    count = run.last("count")
+    told = lengths[int(count["after_step"]) - 1]
+    cut = sum(length == max(told) for length in told)
+    assert count["model_flop"] == pytest.approx(llama_flop(told) - 3 * 2 * 32 * VOCABULARY * cut)
+    assert count["by_role"].keys() >= {"generation", "reference"}
+
+    spent, sums = goodput(run), totals(run)
+    assert {role.name for role in sums.roles} == {"training", "generation", "reference", "reward", "log_probs"}
+    assert all(role.seconds > 0 for role in sums.roles)
+    named = sum(role.seconds for role in sums.roles) + spent.pause_s.get("flopmeter", 0.0)
+    named += spent.measuring_s + spent.start_up_s
+    # What is left is the loop's way from one step to the next; a time that is counted twice would make it negative.
+    assert -0.02 * spent.wall_s < spent.wall_s - named < 0.25 * spent.wall_s

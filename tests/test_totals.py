@@ -12,6 +12,9 @@ from tests.planned_runs import START_S, Line, Plan, event, record
 from flopmeter.diagnosis import RULES, Evidence, Finding
 from flopmeter.diagnosis.evidence import explanations
 from flopmeter.record import load_run
+from flopmeter.report._model import report_of
+from flopmeter.report._texts import totals_rows
+from flopmeter.text import plain
 from flopmeter.totals import totals
 
 STEP_S, TOKENS, FLOP = 2.0, 1000, 4e12
@@ -168,6 +171,14 @@ def test_a_clock_that_falls_is_a_finding_with_what_holds_it_down(tmp_path: Path)
     assert finding.lost == pytest.approx(0.2 * 0.9)
     assert "fell by 20.0 %" in finding.title
     assert "held down by the power cap in 10 of 12 samples, heat in 10 of 12 samples" in finding.evidence
+
+
+def test_the_time_lost_to_a_finding_has_its_price(tmp_path: Path) -> None:
+    header = {"device": "NVIDIA H100 80GB HBM3", "price_per_device_hour": 3600.0}  # one a second
+    report = report_of(Plan(header=header, events=clocks([2000] * 2 + [1600] * 10, reasons=0x4)).run(tmp_path))
+    assert report.whole.cost == pytest.approx(report.whole.wall_s)
+    # The clock costs 18 % of the time, as in the test before.
+    assert f"clock_fall {plain(0.18 * report.whole.wall_s)}" in dict(totals_rows(report))["Cost of lost time"]
 
 
 @pytest.mark.parametrize(

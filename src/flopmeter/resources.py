@@ -25,16 +25,6 @@ from typing import Any
 
 from flopmeter.devices.roof import gpu_probes
 
-GPU_KEYS = (
-    "resource/gpu_memory_bytes",
-    "resource/gpu_memory_share",
-    "resource/gpu_utilisation",
-    "resource/gpu_power_w",
-    "resource/gpu_temperature_c",
-    "resource/gpu_clock_hz",
-    "resource/gpu_power_limit_w",
-    "resource/gpu_throttle_reasons",
-)
 Probe = Callable[[], float | None]
 """One number; None, or whatever it raises, where it cannot tell."""
 
