@@ -15,7 +15,6 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import count
 from math import fsum
 from statistics import fmean
 from typing import Literal
@@ -23,7 +22,7 @@ from typing import Literal
 from flopmeter.distributed import COMMUNICATION
 from flopmeter.text import percent
 from flopmeter.timing.cuda import ShardedWaits
-from flopmeter.timing.events import FIRST_STEPS, DeviceStep, DeviceTimeline, is_sampled
+from flopmeter.timing.events import FIRST_STEPS, DeviceStep, DeviceTimeline, is_sampled, next_sampled
 
 logger = logging.getLogger("flopmeter")
 
@@ -88,7 +87,7 @@ class DeviceTime:
 
     def next_border(self, number: int) -> int:
         """After how many steps a step that is marked ends, or the next one begins."""
-        return number + 1 if self.is_marking else next(step for step in count(number + 1) if is_sampled(step + 1))
+        return number + 1 if self.is_marking else next_sampled(number + 2) - 1
 
     def take_finished(self, number: int, *, is_typical: bool = True) -> None:
         """Take what the device has finished.

@@ -338,8 +338,10 @@ class Digest:
         """What the row has by name: the loop's own numbers, and ours that are not of every step."""
         metrics = read(item.values) if item.values else {}
         step = metrics.pop("step", None)
-        is_known = step is not None and math.isfinite(step)  # it may have been lost with its device
-        self.last_step = round(step) if is_known else self.last_step + 1
+        if type(step) is not int:  # nearly always it is
+            is_known = step is not None and math.isfinite(step)  # it may have been lost with its device
+            step = round(step) if is_known else self.last_step + 1
+        self.last_step = step
         self._num_before = self.last_step - item.index - 1
         skips_wandb = bool(metrics.pop("skip_wandb", False))
         is_detailed = (item.index + 1) % self._details_every == 0

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -50,7 +51,7 @@ def make_header(
         "run_id": uuid.uuid4().hex[:12],
         "started_at": time.time(),
         "host": socket.gethostname(),
-        "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
+        "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         "model": name,
         "num_parameters": num_parameters,
         "num_trainable": num_trainable,
@@ -110,10 +111,6 @@ def _held_bytes(total: Mapping[torch.device, int]) -> dict[str, float]:
                 found[f"resource/memory_{key}_bytes{name}"] = float(stats[counter])
         found[f"resource/memory_total_bytes{name}"] = float(total_bytes)
     return found
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def described(models: Sequence[nn.Module]) -> tuple[str, int, int]:

@@ -93,7 +93,7 @@ class Schedule:
             return False
         if not self._may_skip or self.budget is None:
             return True  # without a first measurement there is no number at all
-        if self._fits(run_s, own_s):
+        if self._needed_s(own_s) <= self.budget * run_s:
             return True
         again = max(1, self.interval_steps // 10) if self.interval_steps else ASK_AGAIN
         self.next_step = num_steps + again  # asking at every step would cost, too
@@ -101,10 +101,6 @@ class Schedule:
         until_s = self._needed_s(own_s) / self.budget - run_s
         self.refused_until = num_steps + max(1, math.ceil(min(until_s * steps_per_s, again)))
         return False
-
-    def _fits(self, run_s: float, own_s: float) -> bool:
-        assert self.budget is not None
-        return self._needed_s(own_s) <= self.budget * run_s
 
     def _needed_s(self, own_s: float) -> float:
         """What all of ours takes with one measured step more, which is expected to cost the mean of those before."""

@@ -44,9 +44,16 @@ _CLOCK_SLACK_SHARE = 200e-6
 Flaw = Literal["incomplete", "unordered"]
 
 
+def next_sampled(step: int) -> int:
+    """The first from this one on: one in `MARK_EVERY`, by a hash, in step with nothing that a loop does at times."""
+    while (step * 0x9E3779B1 & 0xFFFFFFFF) * MARK_EVERY >> 32:
+        step += 1
+    return step
+
+
 def is_sampled(step: int) -> bool:
-    """One step in `MARK_EVERY`, the same on every rank: by a hash, in step with nothing that a loop does at times."""
-    return (step * 0x9E3779B1 & 0xFFFFFFFF) * MARK_EVERY >> 32 == 0
+    """Whether a step is marked beyond the first ones, the same on every rank."""
+    return next_sampled(step) == step
 
 
 def has_one_connection() -> bool:
@@ -284,22 +291,19 @@ class DeviceTimeline:
             is_full = self._num_recorded - self._num_read >= self._size - 1
             if is_full or self._marks_left <= 0:
                 self._skip(step)
-            else:
-                self._record(phase, step)
+                return
+            slot = self._num_recorded % self._size
+            mark = self._marks[slot]
+            self._source.record(slot)
+            mark.host_ns = self._now_ns()
+            mark.phase, mark.step = phase, step
+            mark.finds_backlog = self._num_recorded > self._num_read
+            mark.follows_gap, mark.follows_lost_end = self._missed_mark, self._missed_end
+            self._missed_mark = self._missed_end = False
+            self._marks_left -= 1
+            self._num_recorded += 1
         except Exception as error:  # noqa: BLE001 - most likely the user's own, which their next call reports
             self._disarm(error)
-
-    def _record(self, phase: str, step: int) -> None:
-        slot = self._num_recorded % self._size
-        mark = self._marks[slot]
-        self._source.record(slot)
-        mark.host_ns = self._now_ns()
-        mark.phase, mark.step = phase, step
-        mark.finds_backlog = self._num_recorded > self._num_read
-        mark.follows_gap, mark.follows_lost_end = self._missed_mark, self._missed_end
-        self._missed_mark = self._missed_end = False
-        self._marks_left -= 1
-        self._num_recorded += 1
 
     def _skip(self, step: int) -> None:
         """No event for this mark: none is free, there were too many in a micro-batch, or a graph is captured."""
@@ -312,22 +316,19 @@ class DeviceTimeline:
             slot = self._num_read % self._size
             if not self._source.query(slot):
                 return
-            self._take(slot, self._now_ns())
+            mark, seen_ns = self._marks[slot], self._now_ns()
+            if mark.step == BEGIN:
+                self._open = _OpenStep(mark.host_ns, seen_ns)
+            elif self._open is None:
+                self._open = _OpenStep(mark.host_ns, seen_ns, "incomplete")
+            else:
+                last = (self._num_read - 1) % self._size
+                interval_s = self._source.elapsed_ms(last, slot) / 1e3
+                self._open.add(self._marks[last].phase, interval_s, mark, seen_ns)
+            if mark.step >= 0:
+                self._finished.append(self._open.close(mark.step))
+                self._open = _OpenStep(mark.host_ns, seen_ns)
             self._num_read += 1
-
-    def _take(self, slot: int, seen_ns: int) -> None:
-        mark = self._marks[slot]
-        if mark.step == BEGIN:
-            self._open = _OpenStep(mark.host_ns, seen_ns)
-        elif self._open is None:
-            self._open = _OpenStep(mark.host_ns, seen_ns, "incomplete")
-        else:
-            last = (self._num_read - 1) % self._size
-            interval_s = self._source.elapsed_ms(last, slot) / 1e3
-            self._open.add(self._marks[last].phase, interval_s, mark, seen_ns)
-        if mark.step >= 0:
-            self._finished.append(self._open.close(mark.step))
-            self._open = _OpenStep(mark.host_ns, seen_ns)
 
     def _disarm(self, error: Exception) -> None:
         self._is_armed = False
