@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from flopmeter.flops.workload import LateWorkload, Needs, PatchWindow, Workload, late_workload, pairs, workload_of
+from flopmeter.flops.workload import (
+    LateWorkload,
+    Needs,
+    PatchWindow,
+    Workload,
+    late_workload,
+    needs_of,
+    pairs,
+    workload_of,
+)
 
 
 def ids(rows: int, length: int) -> torch.Tensor:
@@ -235,3 +245,20 @@ def test_nothing_is_left_unread_when_shapes_tell_all() -> None:
 def test_lengths_are_counted_wherever_tensors_are_made_by_default() -> None:
     with torch.device("meta"):
         assert Workload.of_lengths([5, 3]).pairs_causal == 21
+
+
+def test_a_layer_that_is_called_like_an_operator_turns_nothing() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.t = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 1, enable_nested_tensor=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.t(x)  # type: ignore[no-any-return]
+
+    class Turned(Named):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.t(x.transpose(0, 1))  # type: ignore[no-any-return]
+
+    assert needs_of(Named()).is_sequence_first
+    assert not needs_of(Turned()).is_sequence_first

@@ -138,7 +138,8 @@ def _is_sequence_first(root: nn.Module) -> bool:
     for module in root.modules():
         code = getattr(getattr(type(module), "forward", None), "__code__", None)  # a scripted module has none
         is_torchs = type(module).__module__.startswith("torch.")
-        if isinstance(module, Convolution) or (code and not is_torchs and not _TURNING.isdisjoint(code.co_names)):
+        turns = _TURNING.intersection(code.co_names) - dict(module.named_children()).keys() if code else ()
+        if isinstance(module, Convolution) or (turns and not is_torchs):
             return False
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             module = module.self_attn
