@@ -54,13 +54,21 @@ def test_the_next_sample_waits_for_its_interval_and_the_budget() -> None:
 
 def test_a_disturbed_sample_is_taken_again_a_few_steps_later_and_not_for_ever() -> None:
     plan = plan_after(FIRST_STEPS)
-    for num_steps in (20, 20 + REPEAT_STEPS):  # whatever has been spent
+    for num_steps in (20, 20 + REPEAT_STEPS):  # each takes 0.3 s, so that three have taken a tenth of 9 s
         plan.note_sampled(num_steps, 0.3, 0.1, is_disturbed=True)
-        assert not plan.is_due(num_steps + REPEAT_STEPS - 1, run_s=1.0, spent_s=99.0)
-        assert plan.is_due(num_steps + REPEAT_STEPS, run_s=1.0, spent_s=99.0)
+        assert not plan.is_due(num_steps + REPEAT_STEPS - 1, run_s=9.1, spent_s=99.0)
+        assert plan.is_due(num_steps + REPEAT_STEPS, run_s=9.1, spent_s=99.0)
     plan.note_sampled(20 + 2 * REPEAT_STEPS, 0.3, 0.1, is_disturbed=True)
     assert not plan.is_due(1000, run_s=1e6, spent_s=0.0)
     assert plan.is_due(1020 + 2 * REPEAT_STEPS, run_s=1e6, spent_s=0.0)
+
+
+def test_a_sample_that_takes_long_is_not_taken_again_before_the_run_is_long_enough() -> None:
+    plan = plan_after(FIRST_STEPS)
+    plan.note_sampled(20, step_s=10.1, reading_s=2.0, is_disturbed=True)
+    assert plan.spent_s == pytest.approx(12.0)  # two of them are a tenth of 240 s
+    assert not plan.is_due(20 + REPEAT_STEPS, run_s=239.0, spent_s=12.0)
+    assert plan.is_due(20 + REPEAT_STEPS + TYPICAL_STEPS, run_s=241.0, spent_s=12.0)
 
 
 def test_an_interval_of_zero_means_one_sample() -> None:

@@ -126,6 +126,9 @@ FIRST_STEPS = 10
 """Ordinary steps before the first sample: a short run is to have one too."""
 MAX_REPEATS, REPEAT_STEPS = 2, 3
 """Samples that are taken again, a few steps later, where the first was disturbed: the median of three counts."""
+REPEATS_SHARE = 0.1
+"""Share of the run so far that all samples may have taken for one to be taken again: a step of 30,000 operators takes
+seconds to sample, and is then sampled again when the run is long enough for it."""
 MAX_SLOWDOWN = 1.1
 """After-effects that were reported are 10-20 %; less is not told from noise by twenty steps."""
 
@@ -210,9 +213,11 @@ class SamplingPlan:
         """
         if self._is_stopped or num_steps < self.next_step:
             return False
-        if self._num_samples <= self._num_repeats:
+        if not self._num_samples:
             return True  # without one there is no split at all
         expected_s = self.spent_s / self._num_samples
+        if self._num_samples <= self._num_repeats and self.spent_s + expected_s <= REPEATS_SHARE * run_s:
+            return True
         if spent_s + expected_s <= self._budget * run_s:
             return True
         self.postpone(num_steps)
