@@ -13,6 +13,7 @@ from flopmeter.flops.workload import (
     Needs,
     PatchWindow,
     Workload,
+    WorkloadReader,
     late_workload,
     needs_of,
     pairs,
@@ -262,3 +263,17 @@ def test_a_layer_that_is_called_like_an_operator_turns_nothing() -> None:
 
     assert needs_of(Named()).is_sequence_first
     assert not needs_of(Turned()).is_sequence_first
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_tells_how_many_rows_it_has(layout: torch.layout) -> None:
+    reader = WorkloadReader(Needs(reads="sequence"))
+    for lengths in ([3, 5], [3, 6], [4, 4]):
+        nested = torch.nested.nested_tensor([torch.randn(length, 16) for length in lengths], layout=layout)
+        reader.see((nested,), {})
+        (seen,) = reader.take()
+        assert isinstance(seen, LateWorkload)
+        found = seen.resolve()
+        assert (found.samples, found.tokens, found.tokens_processed) == (2, sum(lengths), sum(lengths))
+        assert hash(found.shape) is not None

@@ -599,7 +599,11 @@ def flatten(named: Mapping[str, Any]) -> dict[str, Tensors]:
 
 
 def _put(found: dict[str, Tensors], name: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        # As packed: how many rows there are together is known without waiting for the device, how long each is, is not.
+        rows = value.numel() // value.size(-1) if value.layout == torch.strided else len(value.values())
+        found[name] = PackedSequence(torch.empty(rows, device="meta"), torch.tensor([value.size(0)]))
+    elif isinstance(value, torch.Tensor):
         known = found.get(name)
         if known is None:
             found[name] = value
@@ -796,7 +800,9 @@ class WorkloadReader:
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A micro-batch goes into the model."""
         first = args[0] if len(args) == 1 and not kwargs else None
-        if type(first) is torch.Tensor and not has_function_mode():  # most calls have one tensor: its shape tells
+        if (
+            type(first) is torch.Tensor and not has_function_mode() and not first.is_nested
+        ):  # most calls have one tensor: its shape tells
             known = self._by_first.get((first.shape, first.dtype), _NEW)
             if known is not _NEW:
                 self.batches.append(known)
@@ -813,6 +819,8 @@ class WorkloadReader:
                 self._by_first[first.shape, first.dtype] = seen
 
     def _read(self, named: Mapping[str, Any]) -> Seen:
+        if any(isinstance(value, torch.Tensor) and value.is_nested for value in named.values()):
+            return self._late(named)
         names = tuple(named)
         telling, is_text, by_shape = self._by_names.get(names) or self._learn(names)
         if is_text:
