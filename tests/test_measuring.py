@@ -78,7 +78,7 @@ def changes(run: Run) -> int:
 @pytest.fixture(autouse=True)
 def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(effort, "WATCH_SHARE", 1e9)
-    monkeypatch.setattr(Schedule, "_fits", lambda *_: True)
+    monkeypatch.setattr(Schedule, "_needed_s", lambda *_: 0.0)
 
 
 def test_steps_after_unfreezing_have_the_flop_of_all_that_is_trained(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_steps_after_unfreezing_have_the_flop_of_all_that_is_trained(tmp_path: P
 def test_a_budget_that_forbids_measuring_leaves_the_closed_form_of_the_model_as_it_is_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Schedule, "_fits", lambda *_: False)
+    monkeypatch.setattr(Schedule, "_needed_s", lambda *_: 1e12)
     run = train(tmp_path, freeze_until(CHANGES_AT))
     assert list(run.column("perf/model_flop"))[CHANGES_AT - 1 :] == [TRAINED] * (NUM_STEPS - CHANGES_AT + 1)
     assert [place for place, marks in run.marks.items() if "observed" in marks] == [3]
