@@ -27,7 +27,7 @@ FLAGS = (
 def open_browser() -> Iterator[Browser]:
     """One browser for many tests."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    executable = shutil.which("chromium") or shutil.which("chromium-browser")
+    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if executable is None:
         pytest.skip("there is no chromium on this machine")
     with sync_api.sync_playwright() as playwright:
